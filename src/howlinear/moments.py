@@ -1,0 +1,529 @@
+"""What we remember of rows: sums that add up exactly, whoever saw the rows.
+
+    moments = Moments(d_in, d_out)
+    for x, y in stream:             # x (..., d_in), y (..., d_out)
+        moments.update(x, y)
+    moments.merge(other)            # another machine's, another text's
+    affine = fit(moments)           # howlinear.fit, or read S_xx and friends directly
+
+Notation. z = [x, y] is one row, D = d_in + d_out, w its weight (1 unless said), c the **shift**: the mean of the first
+batch. Rows are shifted before anything is summed, and all sums are float64: with an offset of 999 that is worth seven
+digits of 1 - R2. What is kept is
+
+    n, weight = sum w,  sums = sum w (z - c),  yy = sum w (y - c_y)^2,
+    panels    = sum w (x - c_x)(z - c)'     upper triangle of the x part, and all of the y part
+
+`Moments` costs d_in (d_in / 2 + d_out) multiply-adds a row and 8 bytes for each of them, once. `TSQR` keeps the
+triangular factor R of [1, z] instead: twice the digits, about six times the work, four times the room for square
+blocks. It is the referee. Both keep their rows as they came while these take less room than the sums would, so that
+an accumulator that meets few rows (first positions, rarely used experts) costs what it weighs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+PANEL = 128  # columns of x a matrix product takes at once: half the work for S_xx, at full speed
+TILE = 2048  # rows converted to float64 at once
+
+_local = threading.local()
+
+
+class Accumulator:
+    """The part that `Moments` and `TSQR` share: checking rows, keeping few of them as they are, and state.
+
+    Subclasses say how sums are made (`_allocate`), how rows enter (`_absorb`) and how two sums add (`_combine`).
+    """
+
+    #: names of the float64 tensors that make up the sums
+    _sums: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        shift: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if d_in < 1 or d_out < 1:
+            raise ValueError(
+                f"moments need at least one column on each side, got {d_in} and {d_out}"
+            )
+        self.d_in, self.d_out = d_in, d_out
+        self.device = torch.device(device)
+        self.n = 0
+        self.weight = 0.0
+        #: resolution of the rows, for the rank threshold: float64's, or float32's for everything narrower
+        self.eps = float(torch.finfo(torch.float64).eps)
+        self.shift: Tensor | None = None
+        if shift is not None:
+            if shift.shape != (d_in + d_out,):
+                raise ValueError(
+                    f"shift has shape {tuple(shift.shape)}, expected ({d_in + d_out},)"
+                )
+            self.shift = shift.to(self.device, torch.float64)
+        self._rows: list[tuple[Tensor, Tensor, Tensor | None]] = []  # few rows, kept as they came
+        self._filled = False
+
+    # -- adding rows ------------------------------------------------------------------------------
+
+    @property
+    def kept_rows(self) -> int:
+        """How many rows are still kept as rows."""
+        return sum(len(x) for x, _, _ in self._rows)
+
+    def update(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """Add rows: x (..., d_in), y (..., d_out), weight (...). Nothing changes if they are refused."""
+        if x.shape[-1:] != (self.d_in,) or y.shape[-1:] != (self.d_out,):
+            raise ValueError(
+                f"rows have widths {tuple(x.shape[-1:])} and {tuple(y.shape[-1:])}, "
+                f"expected ({self.d_in},) and ({self.d_out},)"
+            )
+        if x.shape[:-1] != y.shape[:-1]:
+            raise ValueError(f"x has rows {tuple(x.shape[:-1])} but y has {tuple(y.shape[:-1])}")
+        if not (x.is_floating_point() and y.is_floating_point()):
+            raise ValueError(f"rows must be floating point, got {x.dtype} and {y.dtype}")
+        if weight is not None:
+            if weight.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"weight has shape {tuple(weight.shape)}, expected {tuple(x.shape[:-1])}"
+                )
+            if not bool(((weight >= 0) & weight.isfinite()).all()):
+                raise ValueError("weights must be finite and not negative")
+            weight = weight.to(self.device, torch.float64)
+        rows = x.shape[:-1].numel()
+        if rows == 0:
+            return
+        x, y = x.detach().to(self.device), y.detach().to(self.device)
+        if rows > TILE:  # one tile is checked as it enters; several must not enter by halves
+            _check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=torch.float64) for t in (x, y)))
+        keep = not self._filled and self.kept_rows + rows <= self.d_in // 2
+        if keep:
+            x, y = x.reshape(rows, -1).clone(), y.reshape(rows, -1).clone()
+            weight = None if weight is None else weight.reshape(rows)
+            _check_finite(x.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64))
+            self._rows.append((x, y, weight))
+        else:
+            self._fill()
+            self._absorb(x, y, weight)
+        self.n += rows
+        self.weight += float(rows if weight is None else weight.sum())
+        self.eps = max(self.eps, _resolution(x.dtype), _resolution(y.dtype))
+
+    def merge(self, other: Self) -> Self:
+        """Add another accumulator's rows to this one. Exact up to float64 rounding, in any order."""
+        if type(other) is not type(self) or (other.d_in, other.d_out) != (self.d_in, self.d_out):
+            raise ValueError(
+                f"cannot merge {type(other).__name__}({other.d_in}, {other.d_out}) "
+                f"into {type(self).__name__}({self.d_in}, {self.d_out})"
+            )
+        if other is self:
+            other = self.copy()
+        if other.n == 0:
+            return self
+        if not other._filled:
+            for x, y, weight in other._rows:
+                self.update(x, y, weight)
+            return self
+        if self.shift is None and not self._rows:
+            self.shift = other.shift
+        self._fill()
+        self._combine(other)
+        self.n += other.n
+        self.weight += other.weight
+        self.eps = max(self.eps, other.eps)
+        return self
+
+    def copy(self) -> Self:
+        """An accumulator of its own with the same content."""
+        twin = type(self)(self.d_in, self.d_out, shift=self.shift, device=self.device)
+        twin.n, twin.weight, twin.eps = self.n, self.weight, self.eps
+        twin._rows, twin._filled = list(self._rows), self._filled
+        for name in self._sums if self._filled else ():
+            setattr(twin, name, getattr(self, name).clone())
+        return twin
+
+    def _fill(self) -> None:
+        """Turn kept rows into sums; from here on rows go straight into them."""
+        if self._filled:
+            return
+        self._allocate()
+        self._filled = True
+        rows, self._rows = self._rows, []
+        for x, y, weight in rows:
+            self._absorb(x, y, weight)
+
+    def _ensure_shift(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.shift is None:
+            means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=torch.float64) for t in (x, y)]
+            _check_finite(*means)
+            self.shift = torch.cat(means)
+        return self.shift
+
+    def _tiles(
+        self, x: Tensor, y: Tensor, weight: Tensor | None, lead: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Shifted float64 tiles [lead empty columns, x - c, y - c] of the rows, in one reused workspace."""
+        shift = self._ensure_shift(x, y)
+        width = self.d_in + self.d_out + lead
+        if (
+            x.dim() != 3
+        ):  # one row of slices; (windows, positions, features) stays as it is, uncopied
+            x, y = x.reshape(1, -1, self.d_in), y.reshape(1, -1, self.d_out)
+            weight = None if weight is None else weight.reshape(1, -1)
+        step = max(1, TILE // x.shape[1])
+        for i in range(0, len(x), step):
+            for j in range(0, x.shape[1], TILE):
+                xs, ys = x[i : i + step, j : j + TILE], y[i : i + step, j : j + TILE]
+                rows = xs.shape[0] * xs.shape[1]
+                tile = _workspace(rows, width, self.device)
+                z = tile.view(*xs.shape[:2], width)
+                z[..., lead : lead + self.d_in].copy_(xs)
+                z[..., lead + self.d_in :].copy_(ys)
+                tile[:, lead:].sub_(shift)
+                yield (
+                    tile,
+                    None if weight is None else weight[i : i + step, j : j + TILE].reshape(-1),
+                )
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors, enough to go on to the bit."""
+        state = {
+            "kind": torch.tensor(list(type(self).__name__.encode()), dtype=torch.uint8),
+            "shape": torch.tensor([self.d_in, self.d_out, self.n]),
+            "scalars": torch.tensor([self.weight, self.eps], dtype=torch.float64),
+        }
+        if self.shift is not None:
+            state["shift"] = self.shift
+        if self._filled and self.n:
+            state |= {name.strip("_"): getattr(self, name) for name in self._sums}
+        elif self._rows:
+            state["rows_x"] = torch.cat([x for x, _, _ in self._rows])
+            state["rows_y"] = torch.cat([y for _, y, _ in self._rows])
+            if any(w is not None for _, _, w in self._rows):
+                state["rows_weight"] = torch.cat(
+                    [
+                        x.new_ones(len(x), dtype=torch.float64) if w is None else w
+                        for x, _, w in self._rows
+                    ]
+                )
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a saved state after checking every part of it; a file is somebody else's word."""
+        fresh = type(self)(self.d_in, self.d_out, device=self.device)
+        fresh._read_state(dict(state))
+        self.__dict__.update(fresh.__dict__)
+
+    def _read_state(self, state: dict[str, Tensor]) -> None:
+        name = type(self).__name__
+        need = {"kind", "shape", "scalars"}
+        if missing := need - state.keys():
+            raise ValueError(f"{name} state lacks {', '.join(sorted(missing))}")
+        kind = state.pop("kind")
+        if kind.dtype != torch.uint8 or bytes(kind.flatten().tolist()) != name.encode():
+            raise ValueError(f"the state is not that of {name}")
+        shape, scalars = state.pop("shape"), state.pop("scalars")
+        if shape.dtype != torch.int64 or shape.shape != (3,) or scalars.shape != (2,):
+            raise ValueError(f"{name} state has a malformed header")
+        d_in, d_out, n = shape.tolist()
+        weight, eps = scalars.tolist()
+        if (d_in, d_out) != (self.d_in, self.d_out):
+            raise ValueError(
+                f"{name} state is for ({d_in}, {d_out}), expected ({self.d_in}, {self.d_out})"
+            )
+        if not (n >= 0 and 0 <= weight < float("inf") and 0 < eps < 1):
+            raise ValueError(f"{name} state counts {n} rows of weight {weight} at resolution {eps}")
+        shift = state.pop("shift", None)
+        if shift is not None:
+            self.shift = _checked("shift", shift, (d_in + d_out,)).to(self.device)
+        if "rows_x" in state:
+            self._read_rows(state, n)
+        elif n:
+            if shift is None:
+                raise ValueError(f"{name} state lacks shift")
+            self._allocate()
+            self._filled = True
+            for key in self._sums:
+                if key.strip("_") not in state:
+                    raise ValueError(f"{name} state lacks {key.strip('_')}")
+                mine = getattr(self, key)
+                mine.copy_(_checked(key.strip("_"), state.pop(key.strip("_")), tuple(mine.shape)))
+        if state:
+            raise ValueError(f"{name} state has unknown entries {', '.join(sorted(state))}")
+        self.n, self.weight, self.eps = n, weight, eps
+
+    def _read_rows(self, state: dict[str, Tensor], n: int) -> None:
+        if "rows_y" not in state:
+            raise ValueError("kept rows lack rows_y")
+        x = _checked("rows_x", state.pop("rows_x"), (n, self.d_in), exact=False)
+        y = _checked("rows_y", state.pop("rows_y"), (n, self.d_out), exact=False)
+        weight = state.pop("rows_weight", None)
+        if weight is not None:
+            weight = _checked("rows_weight", weight, (n,)).to(self.device)
+        self._rows = [(x.to(self.device), y.to(self.device), weight)]
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    @property
+    def mean_x(self) -> Tensor:
+        """(d_in,)"""
+        return self._mean()[: self.d_in]
+
+    @property
+    def mean_y(self) -> Tensor:
+        """(d_out,)"""
+        return self._mean()[self.d_in :]
+
+    @property
+    def S_xx(self) -> Tensor:
+        """(d_in, d_in) centred sums of products."""
+        return self.gram()[0]
+
+    @property
+    def S_xy(self) -> Tensor:
+        """(d_in, d_out)"""
+        return self.gram()[1]
+
+    @property
+    def S_yy(self) -> Tensor:
+        """(d_out,) the diagonal alone: nothing we report needs more."""
+        raise NotImplementedError
+
+    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(S_xx, S_xy), centred; about the origin without an intercept."""
+        raise NotImplementedError
+
+    def _mean(self) -> Tensor:
+        raise NotImplementedError
+
+    def _require_rows(self) -> None:
+        if self.weight <= 0:
+            raise ValueError("these moments hold no rows")
+        self._fill()
+
+    # -- what subclasses are ----------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many float64 numbers the sums take."""
+        raise NotImplementedError
+
+    def _allocate(self) -> None:
+        raise NotImplementedError
+
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _combine(self, other: Self) -> None:
+        raise NotImplementedError
+
+
+class Moments(Accumulator):
+    """Centred second moments of rows, in one pass and constant memory."""
+
+    _sums = ("_total", "_panels", "_yy")
+    _total: Tensor  # (D,)
+    _panels: Tensor  # flat; panel i is (rows of x it covers, D - i)
+    _yy: Tensor  # (d_out,)
+
+    @property
+    def size(self) -> int:
+        return sum(p * (self.d_in + self.d_out - i) for i, p in self._spans())
+
+    def _allocate(self) -> None:
+        width = self.d_in + self.d_out
+        self._total = torch.zeros(width, dtype=torch.float64, device=self.device)
+        self._panels = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+        self._yy = torch.zeros(self.d_out, dtype=torch.float64, device=self.device)
+
+    def _spans(self) -> list[tuple[int, int]]:
+        return [(i, min(PANEL, self.d_in - i)) for i in range(0, self.d_in, PANEL)]
+
+    def _views(self) -> list[tuple[int, Tensor]]:
+        """Each panel as (first column, matrix (columns, D - first)), sharing memory with the flat sums."""
+        width, start, views = self.d_in + self.d_out, 0, []
+        for i, p in self._spans():
+            stop = start + p * (width - i)
+            views.append((i, self._panels[start:stop].view(p, width - i)))
+            start = stop
+        return views
+
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        for z, w in self._tiles(x, y, weight):
+            zy = z[:, self.d_in :]
+            total = z.sum(0) if w is None else w @ z
+            _check_finite(total[: self.d_in], total[self.d_in :])
+            left = z[:, : self.d_in] if w is None else z[:, : self.d_in] * w[:, None]
+            self._total += total
+            self._yy += zy.square().sum(0) if w is None else w @ zy.square()
+            for i, panel in self._views():
+                panel.addmm_(left[:, i : i + len(panel)].t(), z[:, i:])
+
+    def _combine(self, other: Self) -> None:
+        if self.shift is None:  # no rows of its own
+            self.shift = other.shift
+        assert self.shift is not None
+        assert other.shift is not None
+        total, yy = other._total, other._yy
+        if not torch.equal(self.shift, other.shift):
+            delta = other.shift - self.shift  # z - c = (z - c') + delta
+            s, dy = other._total, delta[self.d_in :]
+            total = s + other.weight * delta
+            yy = yy + 2 * dy * s[self.d_in :] + other.weight * dy.square()
+            for i, panel in self._views():
+                left = slice(i, i + len(panel))
+                panel.add_(torch.outer(s[left], delta[i:]))
+                panel.add_(torch.outer(delta[left], total[i:]))
+        self._panels += other._panels
+        self._total += total
+        self._yy += yy
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def _mean(self) -> Tensor:
+        self._require_rows()
+        assert self.shift is not None
+        return self.shift + self._total / self.weight
+
+    @property
+    def S_yy(self) -> Tensor:
+        self._require_rows()
+        s = self._total[self.d_in :]
+        return (self._yy - s * s / self.weight).clamp_min_(0)
+
+    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(S_xx, S_xy), centred; about the origin without an intercept. O(d_in (d_in + d_out))."""
+        self._require_rows()
+        assert self.shift is not None
+        d, s = self.d_in, self._total
+        S_xx = torch.empty(d, d, dtype=torch.float64, device=self.device)
+        S_xy = torch.empty(d, self.d_out, dtype=torch.float64, device=self.device)
+        for i, panel in self._views():
+            j = i + len(panel)
+            S_xx[i:j, i:] = panel[:, : d - i]
+            S_xx[j:, i:j] = panel[:, j - i : d - i].t()
+            S_xy[i:j] = panel[:, d - i :]
+        if intercept:
+            S_xx.addr_(s[:d], s[:d], alpha=-1 / self.weight)
+            S_xy.addr_(s[:d], s[d:], alpha=-1 / self.weight)
+            return S_xx, S_xy
+        c = self.shift  # sum w z z' = sum w (z-c)(z-c)' + s c' + c s' + W c c'
+        for S, right in ((S_xx, slice(None, d)), (S_xy, slice(d, None))):
+            S.addr_(s[:d], c[right]).addr_(c[:d], (s + self.weight * c)[right])
+        return S_xx, S_xy
+
+
+class TSQR(Accumulator):
+    """The triangular factor R of the rows [1, z - c]: R'R are the moments, at the square root of their condition."""
+
+    _sums = ("_R",)
+    _R: Tensor  # (1 + D, 1 + D), upper triangular
+
+    @property
+    def size(self) -> int:
+        return (1 + self.d_in + self.d_out) ** 2
+
+    def _allocate(self) -> None:
+        size = 1 + self.d_in + self.d_out
+        self._R = torch.zeros(size, size, dtype=torch.float64, device=self.device)
+
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        R = self._R
+        for tile, w in self._tiles(x, y, weight, lead=1):
+            tile[:, 0] = 1
+            total = tile.sum(0)
+            _check_finite(total[1 : 1 + self.d_in], total[1 + self.d_in :])
+            if w is not None:
+                tile *= w.sqrt()[:, None]
+            R = torch.linalg.qr(torch.cat([R, tile]), mode="r").R
+        self._R = R
+
+    def _combine(self, other: Self) -> None:
+        if self.shift is None:
+            self.shift = other.shift
+        assert self.shift is not None
+        assert other.shift is not None
+        R = other._R.clone()
+        R[:, 1:] += torch.outer(R[:, 0], other.shift - self.shift)
+        self._R = torch.linalg.qr(torch.cat([self._R, R]), mode="r").R
+
+    def root(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(R_xx, R_xy) with R_xx' R_xx = S_xx and R_xx' R_xy = S_xy. R_xx is upper triangular."""
+        self._require_rows()
+        assert self.shift is not None
+        d = self.d_in
+        if intercept:
+            return self._R[1 : 1 + d, 1 : 1 + d], self._R[1 : 1 + d, 1 + d :]
+        raw = self._R[:, 1:] + torch.outer(self._R[:, 0], self.shift)
+        R = torch.linalg.qr(raw, mode="r").R
+        return R[:d, :d], R[:d, d:]
+
+    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(S_xx, S_xy), as of `Moments`."""
+        R_xx, R_xy = self.root(intercept)
+        return R_xx.t() @ R_xx, R_xx.t() @ R_xy
+
+    def residual_squares(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """(d_out,) sums of squared residuals of y - Wx - b, without subtracting large sums from one another."""
+        self._require_rows()
+        assert self.shift is not None
+        d, c = self.d_in, self.shift
+        offset = c[d:] - weight @ c[:d] - bias  # y - Wx - b = (y - c_y) - W (x - c_x) + offset
+        E = (
+            self._R[:, 1 + d :]
+            - self._R[:, 1 : 1 + d] @ weight.t()
+            + torch.outer(self._R[:, 0], offset)
+        )
+        return E.square().sum(0)
+
+    def _mean(self) -> Tensor:
+        self._require_rows()
+        assert self.shift is not None
+        return self.shift + self._R[0, 1:] / self._R[0, 0]
+
+    @property
+    def S_yy(self) -> Tensor:
+        self._require_rows()
+        return self._R[1:, 1 + self.d_in :].square().sum(0)
+
+
+def _workspace(rows: int, width: int, device: torch.device) -> Tensor:
+    """(rows, width) float64 scratch, one a thread: a fresh one costs more than the copy into it."""
+    cache = _local.__dict__.setdefault("scratch", {})
+    if device not in cache or cache[device].numel() < rows * width:
+        cache[device] = torch.empty(rows * width, dtype=torch.float64, device=device)
+    return cache[device][: rows * width].view(rows, width)
+
+
+def _resolution(dtype: torch.dtype) -> float:
+    """What narrower types round away is part of what the block saw: they count as float32."""
+    return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
+
+
+def _check_finite(sum_x: Tensor, sum_y: Tensor) -> None:
+    """One number that is not finite makes its column's sum not finite: D checks instead of n D."""
+    for name, total in (("input x", sum_x), ("output y", sum_y)):
+        bad = (~total.isfinite()).nonzero()
+        if len(bad):
+            raise ValueError(
+                f"not finite: {len(bad)} of {len(total)} features of {name}, feature {int(bad[0])} first"
+            )
+
+
+def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], exact: bool = True) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if (tensor.dtype != torch.float64) if exact else not tensor.is_floating_point():
+        raise ValueError(f"{name} has dtype {tensor.dtype}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} holds numbers that are not finite")
+    return tensor
