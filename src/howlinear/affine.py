@@ -1,0 +1,324 @@
+"""The exact least-squares map of moments, and how well it does on other moments.
+
+    affine = fit(moments)               # argmin of sum w |y - Wx - b|^2, solved, not trained
+    affine(x)                           # W x + b
+    score(affine, held_out).r2          # on rows that the fit never saw
+
+Notation: W (d_out, d_in), b (d_out,), S_xx (d_in, d_in), S_xy (d_in, d_out), S_yy (d_out,) centred
+sums over rows; F fit rows, T held-out rows.
+
+The columns of x are first scaled to unit variance. A Cholesky factorisation solves where that
+matrix is well conditioned; otherwise its eigenvectors do, directions below the rank threshold are
+left out, and the solution is the one of least norm in the scaled columns. The threshold is
+numpy's for `matrix_rank` with the width in place of the row count: singular values of the scaled,
+centred inputs below `d_in * eps` times the largest count as zero, eps being that of the rows'
+dtype (float32's for anything narrower). Moments square what they see, so they cannot tell singular
+values apart below sqrt(d_in * 2.2e-16): that floor matters for float64 rows only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+EPS = float(torch.finfo(torch.float64).eps)
+
+
+class Rows(Protocol):
+    """What `fit` and `score` read: `Moments` and `TSQR` both are this.
+
+    A `root(intercept)` method, where there is one, is preferred for fitting, and a
+    `residual_squares(W, b)` method for scoring: factors lose half as many digits as sums.
+    """
+
+    d_in: int
+    d_out: int
+    n: int
+    weight: float
+    eps: float
+
+    @property
+    def mean_x(self) -> Tensor: ...
+    @property
+    def mean_y(self) -> Tensor: ...
+    @property
+    def S_yy(self) -> Tensor: ...
+    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """y ~ W x + b. `rank` is the numerical rank of the inputs that the fit found."""
+
+    weight: Tensor  # (d_out, d_in)
+    bias: Tensor  # (d_out,)
+    rank: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x), self.bias.to(x))
+
+    @property
+    def d_in(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def d_out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def parameters(self) -> int:
+        return self.weight.numel() + self.bias.numel()
+
+    def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+        """The same map as a layer that can be put in a model."""
+        linear = torch.nn.Linear(self.d_in, self.d_out, device=self.weight.device, dtype=dtype)
+        with torch.no_grad():
+            linear.weight.copy_(self.weight)
+            linear.bias.copy_(self.bias)
+        return linear
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """How a map did on rows. Scores of disjoint rows add: each fold around its own mean."""
+
+    n: int
+    weight: float
+    ss_res: Tensor  # (d_out,) sum of squared residuals
+    ss_tot: Tensor  # (d_out,) around the mean of each feature
+    ss_tot_scalar: float  # around one mean of all elements
+    ss_raw: float  # around zero
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.n + other.n,
+            self.weight + other.weight,
+            self.ss_res + other.ss_res,
+            self.ss_tot + other.ss_tot,
+            self.ss_tot_scalar + other.ss_tot_scalar,
+            self.ss_raw + other.ss_raw,
+        )
+
+    @cached_property
+    def r2(self) -> float:
+        """1 - SS_res / SS_tot, SS_tot around the mean of each feature. NaN where y is constant."""
+        return _one_minus(float(self.ss_res.sum()), float(self.ss_tot.sum()))
+
+    @property
+    def r2_scalar(self) -> float:
+        """The same around one scalar mean: counts the offsets between features as explained."""
+        return _one_minus(float(self.ss_res.sum()), self.ss_tot_scalar)
+
+    @property
+    def r2_by_feature(self) -> Tensor:
+        """(d_out,) R2 of each output feature; NaN for a feature that does not vary."""
+        nan = self.ss_tot.new_tensor(float("nan"))
+        return torch.where(self.ss_tot > 0, 1 - self.ss_res / self.ss_tot, nan)
+
+    @property
+    def r2_feature(self) -> dict[str, float]:
+        """Median and quartiles over the output features."""
+        q = torch.nanquantile(self.r2_by_feature, self.ss_tot.new_tensor([0.25, 0.5, 0.75]))
+        return {"median": float(q[1]), "q25": float(q[0]), "q75": float(q[2])}
+
+    @property
+    def rmse(self) -> float:
+        """Root mean squared residual of one element."""
+        return self.residual_norm / math.sqrt(len(self.ss_res))
+
+    @property
+    def residual_norm(self) -> float:
+        """Root mean squared norm of a row's residual."""
+        return math.sqrt(float(self.ss_res.sum()) / self.weight)
+
+    @property
+    def output_norm(self) -> float:
+        """Root mean squared norm of a row of y."""
+        return math.sqrt(self.ss_raw / self.weight)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("r2", "r2_scalar", "r2_feature", "rmse", "residual_norm", "output_norm")
+        return {name: getattr(self, name) for name in names} | {"n_heldout": self.n}
+
+
+def fit(moments: Rows, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
+    """The exact least-squares map. `ridge` adds ridge * |W|^2 to the sum of squares; never by itself.
+
+    O(d_in^2 (d_in / 3 + d_out)). Fewer rows than columns is refused unless there is a ridge; inputs
+    that lack rank give the least-norm map, a warning and `rank < d_in`.
+    """
+    if not (ridge >= 0 and math.isfinite(ridge)):
+        raise ValueError(f"ridge must be finite and not negative, got {ridge}")
+    columns = moments.d_in + intercept
+    if ridge == 0 and moments.n < columns:
+        raise ValueError(
+            f"{moments.n} rows cannot determine {columns} columns: at least {columns} tokens are "
+            f"needed to fit, about {40 * moments.d_in} to trust the result (--tokens)"
+        )
+    W_t, rank, _ = solve(moments, intercept=intercept, ridge=ridge)
+    if rank < moments.d_in:
+        log.warning("inputs have rank %d of %d: the map of least norm is given", rank, moments.d_in)
+    W = W_t.t().contiguous()
+    b = moments.mean_y - W @ moments.mean_x if intercept else W.new_zeros(len(W))
+    return Affine(W, b, rank)
+
+
+def solve(
+    moments: Rows, *, intercept: bool = True, ridge: float = 0.0
+) -> tuple[Tensor, int, Tensor]:
+    """(W', rank, Z): W' (d_in, d_out) and Z with Z'Z = W S_xx W', which reduced-rank maps need.
+
+    With a ridge, Z'Z counts the penalty too.
+    """
+    root = getattr(moments, "root", None)
+    if root is not None:
+        R, Y = root(intercept)
+        if ridge:
+            R = torch.cat([R, math.sqrt(ridge) * torch.eye(len(R), dtype=R.dtype)])
+            Y = torch.cat([Y, Y.new_zeros(len(R) - len(Y), Y.shape[1])])
+            Q, R = torch.linalg.qr(R)
+            Y = Q.t() @ Y
+        scale = _scale(R.square().sum(0), moments, intercept)
+        return _solve_root(R / scale, Y, scale, moments.d_in * moments.eps)
+    S_xx, S_xy = moments.gram(intercept)
+    if ridge:
+        S_xx.diagonal().add_(ridge)
+    scale = _scale(S_xx.diagonal(), moments, intercept)
+    return _solve_gram(S_xx, S_xy, scale, max(moments.d_in * moments.eps, _floor(moments.d_in)))
+
+
+def _scale(squares: Tensor, moments: Rows, intercept: bool) -> Tensor:
+    """Root of each column's sum of squares; infinite for columns that only rounding makes vary.
+
+    Dividing by infinity makes such a column zero and its coefficient too.
+    """
+    scale = squares.clamp_min(0).sqrt()
+    noise = torch.zeros_like(scale)
+    if intercept:
+        noise = moments.eps * moments.mean_x.abs() * math.sqrt(moments.weight)
+    return torch.where(scale > noise, scale, torch.inf)
+
+
+def _floor(d: int) -> float:
+    """Singular values that float64 sums of squares can tell from zero."""
+    return math.sqrt(d * EPS)
+
+
+def _solve_gram(
+    S_xx: Tensor, S_xy: Tensor, scale: Tensor, tol: float
+) -> tuple[Tensor, int, Tensor]:
+    d = len(S_xx)
+    C = S_xx / scale / scale[:, None]  # unit diagonal
+    B = S_xy / scale[:, None]
+    L, info = torch.linalg.cholesky_ex(C)
+    if not int(info) and _smallest(L) > 100 * tol**2 * float(C.abs().sum(1).max()):
+        Z = torch.linalg.solve_triangular(L, B, upper=False)
+        W_t = torch.linalg.solve_triangular(L.t(), Z, upper=True)
+        return W_t.div_(scale[:, None]), d, Z
+    values, V = torch.linalg.eigh(C)
+    keep = values > tol**2 * values[-1]
+    rank = int(keep.sum())
+    if rank == d and not int(info):  # ill conditioned, yet of full rank: the factor has more digits
+        Z = torch.linalg.solve_triangular(L, B, upper=False)
+        return torch.linalg.solve_triangular(L.t(), Z, upper=True) / scale[:, None], d, Z
+    V, root = V[:, keep], values[keep].sqrt()[:, None]
+    Z = V.t() @ B / root
+    return V @ (Z / root) / scale[:, None], rank, Z
+
+
+def _solve_root(R: Tensor, Y: Tensor, scale: Tensor, tol: float) -> tuple[Tensor, int, Tensor]:
+    U, s, Vh = torch.linalg.svd(R, full_matrices=False)
+    keep = s > tol * s[0]
+    rank = int(keep.sum())
+    if rank == len(s):
+        return torch.linalg.solve_triangular(R, Y, upper=True) / scale[:, None], rank, Y
+    Z = U[:, keep].t() @ Y
+    return Vh[keep].t() @ (Z / s[keep, None]) / scale[:, None], rank, Z
+
+
+def _smallest(L: Tensor, steps: int = 4) -> float:
+    """About the smallest eigenvalue of L L', by inverse iteration; never below it. O(d^2)."""
+    v = torch.ones(len(L), 1, dtype=L.dtype, device=L.device)
+    v[1::2] = -1  # not orthogonal to anything in particular
+    v += torch.linspace(0, 0.5, len(L), dtype=L.dtype, device=L.device)[:, None]
+    growth = 1.0
+    for _ in range(steps):
+        v = v / torch.linalg.vector_norm(v)
+        v = torch.linalg.solve_triangular(L, v, upper=False)
+        v = torch.linalg.solve_triangular(L.t(), v, upper=True)
+        growth = float(torch.linalg.vector_norm(v))
+    return 1 / growth
+
+
+def score(affine: Affine, moments: Rows) -> Score:
+    """Every score that needs no rows. O(d_in^2 d_out)."""
+    W, b = affine.weight, affine.bias
+    residual_squares = getattr(moments, "residual_squares", None)
+    if residual_squares is not None:
+        ss_res = residual_squares(W, b)
+    else:
+        S_xx, S_xy = moments.gram()
+        centred = moments.S_yy + ((W @ S_xx) * W).sum(1) - 2 * (W * S_xy.t()).sum(1)
+        offset = moments.mean_y - W @ moments.mean_x - b
+        ss_res = centred.clamp_min_(0) + moments.weight * offset.square()
+    S_yy, mean_y, w = moments.S_yy, moments.mean_y, moments.weight
+    within = float(S_yy.sum())
+    return Score(
+        n=moments.n,
+        weight=w,
+        ss_res=ss_res,
+        ss_tot=S_yy,
+        ss_tot_scalar=within + w * float((mean_y - mean_y.mean()).square().sum()),
+        ss_raw=within + w * float(mean_y.square().sum()),
+    )
+
+
+def effective_rank(affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Rows) -> int | None:
+    """Reduced-rank regression: the smallest k whose held-out R2 reaches 90 % of the full map's.
+
+    The rank-k map is U_k U_k' W with U the leading eigenvectors of W S_xx W' = Z'Z over the fit
+    rows, whose means (`mean_x`, and W mean_x + b for y) it keeps. None where R2 is not positive.
+    """
+    W = affine.weight
+    _, U = torch.linalg.eigh(Z.t() @ Z)
+    U = U.flip(1)
+    mean_y = W @ mean_x + affine.bias
+    S_xx, S_xy = held_out.gram()
+    dx, dy, w = held_out.mean_x - mean_x, held_out.mean_y - mean_y, held_out.weight
+    S_xx.addr_(dx, dx, alpha=w)  # about the fit rows' means
+    S_xy.addr_(dx, dy, alpha=w)
+    P = U.t() @ W  # (d_out, d_in)
+    gain = 2 * ((P @ S_xy) * U.t()).sum(1) - ((P @ S_xx) * P).sum(1)  # by each direction
+    base = float((held_out.S_yy + w * dy.square()).sum())
+    total = float(held_out.S_yy.sum())
+    r2 = 1 - (base - gain.cumsum(0)) / total  # (d_out,), of rank 1, 2, ...
+    if not float(r2[-1]) > 0:
+        return None
+    return int((r2 >= 0.9 * r2[-1]).nonzero()[0]) + 1
+
+
+def input_stats(moments: Rows, rank: int) -> dict[str, Any]:
+    """What the inputs look like: their condition within `rank`, participation ratio and range."""
+    S_xx, _ = moments.gram()
+    values = torch.linalg.eigvalsh(S_xx).clamp_min(0)
+    sd = S_xx.diagonal().clamp_min(0).sqrt()
+    smallest, median = float(values[-rank]) if rank else 0.0, float(sd.median())
+    squares = float(values.square().sum())
+    return {
+        "input_rank": rank,
+        "input_condition": math.sqrt(float(values[-1]) / smallest) if smallest > 0 else math.inf,
+        "input_participation": float(values.sum()) ** 2 / squares if squares > 0 else 0.0,
+        "input_range": float(sd.max()) / median if median > 0 else math.inf,
+    }
+
+
+def _one_minus(part: float, whole: float) -> float:
+    return 1 - part / whole if whole > 0 else math.nan

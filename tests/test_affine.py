@@ -1,0 +1,338 @@
+"""The fit against independent authorities, and scores against their definitions."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.linalg
+import statsmodels.api as sm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpmath import mp, mpf
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.metrics import r2_score
+
+from howlinear.affine import effective_rank, fit, input_stats, score, solve
+from howlinear.moments import TSQR, Moments
+
+BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
+NIST = Path(__file__).parents[2] / "shared" / "data" / "nist_strd_linear.json"
+
+
+def rows(n, d_in=8, d_out=5, seed=0, noise=1.0):
+    g = torch.Generator().manual_seed(seed)
+    W = torch.randn(d_out, d_in, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    x = torch.randn(n, d_in, generator=g, dtype=torch.float64) + 2
+    y = x @ W.t() + 1 + noise * torch.randn(n, d_out, generator=g, dtype=torch.float64)
+    return x, y
+
+
+def moments_of(kind, x, y, weight=None):
+    m = kind(x.shape[1], y.shape[1])
+    m.update(x, y, weight)
+    return m
+
+
+@BOTH
+def test_fit_is_scikit_learns(kind):
+    x, y = rows(200)
+    mine, theirs = fit(moments_of(kind, x, y)), LinearRegression().fit(x, y)
+    np.testing.assert_allclose(mine.weight, theirs.coef_, rtol=1e-10)
+    np.testing.assert_allclose(mine.bias, theirs.intercept_, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(mine(x), theirs.predict(x), rtol=1e-10)
+    np.testing.assert_allclose(mine.to_linear(torch.float64)(x).detach(), mine(x), rtol=1e-12)
+
+
+@BOTH
+def test_weighted_fit_is_statsmodels(kind):
+    x, y = rows(200)
+    w = torch.rand(200, dtype=torch.float64)
+    mine = fit(moments_of(kind, x, y, w))
+    theirs = sm.WLS(y[:, 0].numpy(), sm.add_constant(x.numpy()), weights=w.numpy()).fit().params
+    np.testing.assert_allclose(mine.weight[0], theirs[1:], rtol=1e-9)
+    np.testing.assert_allclose(mine.bias[0], theirs[0], rtol=1e-9)
+    plain = fit(moments_of(kind, x, y))
+    assert not np.allclose(plain.weight, mine.weight, rtol=1e-3)  # weights do something
+
+
+@BOTH
+@pytest.mark.parametrize("alpha", [0.1, 30.0])
+def test_ridge_is_scikit_learns(kind, alpha):
+    x, y = rows(60)
+    theirs = Ridge(alpha=alpha, solver="cholesky").fit(x, y)
+    mine = fit(moments_of(kind, x, y), ridge=alpha)
+    np.testing.assert_allclose(mine.weight, theirs.coef_, rtol=1e-9)
+    np.testing.assert_allclose(mine.bias, theirs.intercept_, rtol=1e-9)
+
+
+@BOTH
+def test_without_intercept(kind):
+    x, y = rows(60)
+    mine = fit(moments_of(kind, x, y), intercept=False)
+    np.testing.assert_allclose(mine.weight.t(), np.linalg.lstsq(x, y, rcond=None)[0], rtol=1e-9)
+    assert not mine.bias.any()
+
+
+@BOTH
+def test_scores_are_their_definitions(kind):
+    affine = fit(moments_of(kind, *rows(100)))
+    x, y = rows(80, seed=1)
+    s = score(affine, moments_of(kind, x, y))
+    r = (y - affine(x)).numpy()
+    y = y.numpy()
+    by_feature = r2_score(y, y - r, multioutput="raw_values")
+    np.testing.assert_allclose(
+        s.r2, r2_score(y, y - r, multioutput="variance_weighted"), rtol=1e-12
+    )
+    np.testing.assert_allclose(s.r2_scalar, r2_score(y.ravel(), (y - r).ravel()), rtol=1e-12)
+    np.testing.assert_allclose(s.r2_by_feature, by_feature, rtol=1e-11)
+    np.testing.assert_allclose(
+        list(s.r2_feature.values()), np.quantile(by_feature, [0.5, 0.25, 0.75]), rtol=1e-11
+    )
+    np.testing.assert_allclose(s.rmse, np.sqrt(np.mean(r**2)), rtol=1e-12)
+    np.testing.assert_allclose(s.residual_norm, np.sqrt(np.mean((r**2).sum(1))), rtol=1e-12)
+    np.testing.assert_allclose(s.output_norm, np.sqrt(np.mean((y**2).sum(1))), rtol=1e-12)
+    assert s.n == 80
+    assert not np.isclose(s.r2, s.r2_scalar, rtol=1e-3)  # the two conventions differ here
+
+
+@BOTH
+def test_scores_add_over_folds(kind):
+    affine = fit(moments_of(kind, *rows(100)))
+    parts = [rows(50, seed=s) for s in (1, 2)]
+    total = score(affine, moments_of(kind, *parts[0])) + score(affine, moments_of(kind, *parts[1]))
+    res = sum(float((y - affine(x)).square().sum()) for x, y in parts)
+    tot = sum(float((y - y.mean(0)).square().sum()) for _, y in parts)
+    assert total.r2 == pytest.approx(1 - res / tot, rel=1e-12)
+
+
+@BOTH
+def test_linear_block_scores_one_and_noise_scores_nothing(kind):
+    x, y = rows(400, noise=0.0)
+    assert (
+        score(fit(moments_of(kind, x, y)), moments_of(kind, *rows(99, seed=1, noise=0.0))).r2
+        > 1 - 1e-12
+    )
+    g = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(4000, 5, generator=g, dtype=torch.float64) for _ in range(2))
+    held = score(fit(moments_of(kind, x[:2000], y[:2000])), moments_of(kind, x[2000:], y[2000:]))
+    # held-out R2 of noise is about -d / n with sd sqrt(2 d / (n d_out)): 5 sd = 0.02
+    assert abs(held.r2) < 0.02
+
+
+@BOTH
+def test_relu_of_normals_has_its_closed_form(kind):
+    n = 400_000
+    x = torch.randn(n, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    m = moments_of(kind, x, x.relu())
+    exact = (1 / 4 - 1 / (2 * math.pi)) / (1 / 2 - 1 / (2 * math.pi))
+    assert exact == pytest.approx(0.2665, abs=5e-5)
+    # 5 standard errors of a variance ratio over n rows, kurtosis of relu(x) below 10
+    assert 1 - score(fit(m), m).r2 == pytest.approx(exact, abs=5 * math.sqrt(10 / n) * exact)
+
+
+@given(scale=st.floats(1e-3, 1e3), shift=st.floats(-1e3, 1e3), seed=st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_r2_does_not_depend_on_units(scale, shift, seed):
+    (x, y), (u, v) = rows(60, seed=seed), rows(40, seed=seed + 9)
+    g = torch.Generator().manual_seed(seed)
+    order = torch.randperm(8, generator=g)
+    plain = score(fit(moments_of(Moments, x, y)), moments_of(Moments, u, v)).r2
+
+    def change(t):
+        return t[:, order] * scale + shift
+
+    moved = score(
+        fit(moments_of(Moments, change(x), y * scale - shift)),
+        moments_of(Moments, change(u), v * scale - shift),
+    ).r2
+    # offset / spread is at most 1e6: float64 keeps 1 - r2 to about 1e-9
+    assert moved == pytest.approx(plain, abs=1e-8)
+
+
+def reduced_rank(x, y, u, v, k):
+    """Reduced-rank regression by an SVD of the fitted values, in numpy."""
+    mx, my = x.mean(0), y.mean(0)
+    coef = np.linalg.lstsq(x - mx, y - my, rcond=None)[0]
+    _, _, Vt = np.linalg.svd((x - mx) @ coef, full_matrices=False)
+    guess = my + (u - mx) @ coef @ Vt[:k].T @ Vt[:k]
+    return 1 - ((v - guess) ** 2).sum() / ((v - v.mean(0)) ** 2).sum()
+
+
+@BOTH
+@pytest.mark.parametrize("noise", [0.1, 1.0, 4.0])
+def test_effective_rank_is_reduced_rank_regression(kind, noise):
+    decay = torch.logspace(0, -2, 8, dtype=torch.float64)
+    (x, y), (u, v) = rows(300, noise=noise), rows(200, seed=1, noise=noise)
+    x, u = x * decay, u * decay
+    y, v = (
+        y + 3 * x @ torch.ones(8, 5, dtype=torch.float64),
+        v + 3 * u @ torch.ones(8, 5, dtype=torch.float64),
+    )
+    m = moments_of(kind, x, y)
+    affine, (_, _, Z) = fit(m), solve(m)
+    curve = [reduced_rank(x.numpy(), y.numpy(), u.numpy(), v.numpy(), k) for k in range(1, 6)]
+    expected = next(k for k, r2 in enumerate(curve, 1) if r2 >= 0.9 * curve[-1])
+    assert effective_rank(affine, Z, m.mean_x, moments_of(kind, u, v)) == expected
+
+
+def test_effective_rank_of_nothing_is_none():
+    g = torch.Generator().manual_seed(0)
+    x, y, u, v = (torch.randn(30, 4, generator=g, dtype=torch.float64) for _ in range(4))
+    m = moments_of(Moments, x, y)
+    held = moments_of(Moments, u, v)
+    assert score(fit(m), held).r2 < 0
+    assert effective_rank(fit(m), solve(m)[2], m.mean_x, held) is None
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lack_of_rank_is_reported_and_solved_with_least_norm(kind, dtype, caplog):
+    x, y = rows(300, 6, 3)
+    x = torch.cat(
+        [x, x[:, :2] @ x.new_tensor([[1.0], [2.0]]), torch.ones(300, 1, dtype=x.dtype)], 1
+    )
+    x = x.to(dtype)
+    with caplog.at_level("WARNING"):
+        affine = fit(moments_of(kind, x, y.to(dtype)))
+    assert affine.rank == 6
+    assert "rank 6 of 8" in caplog.text
+    sd = (x - x.mean(0)).double().square().sum(0).sqrt().numpy()
+    sd[-1] = np.inf
+    scaled = (x - x.mean(0)).double().numpy() / sd
+    least = scipy.linalg.pinv(scaled, rtol=1e-4) @ (y - y.mean(0)).numpy() / sd[:, None]
+    np.testing.assert_allclose(affine.weight.t(), least, rtol=1e-3, atol=1e-4)
+    assert affine.weight[:, -1].abs().max() == 0  # a constant column explains nothing
+
+
+@BOTH
+def test_rank_does_not_depend_on_the_row_count(kind):
+    ranks = set()
+    for n in (200, 20_000):
+        x, y = rows(n, 6, 3)
+        x = torch.cat([x, x[:, :1] + 3e-6 * torch.randn(n, 1, dtype=x.dtype)], 1)
+        ranks.add(fit(moments_of(kind, x.float(), y.float())).rank)
+    assert ranks == {7}
+
+
+def test_solvers_agree_on_the_rank_of_float32_rows():
+    # singular values from 1 down to 1e-9 of the largest: both cut at d * eps(float32)
+    g = torch.Generator().manual_seed(0)
+    for smallest in (1e-2, 1e-4, 1e-5, 3e-6, 1e-7):
+        U, _ = torch.linalg.qr(torch.randn(500, 10, generator=g, dtype=torch.float64))
+        V, _ = torch.linalg.qr(torch.randn(10, 10, generator=g, dtype=torch.float64))
+        x = (U * torch.logspace(0, math.log10(smallest), 10, dtype=torch.float64)) @ V.t()
+        y = torch.randn(500, 2, generator=g)
+        ranks = [fit(moments_of(kind, x.float(), y)).rank for kind in (Moments, TSQR)]
+        assert ranks[0] == ranks[1]
+
+
+@BOTH
+def test_too_few_rows_are_refused_with_the_number_that_would_do(kind):
+    x, y = rows(8)
+    with pytest.raises(ValueError, match=r"8 rows cannot determine 9 columns: at least 9 tokens"):
+        fit(moments_of(kind, x, y))
+    assert fit(moments_of(kind, x, y), ridge=1.0).weight.isfinite().all()
+    with pytest.raises(ValueError, match="ridge"):
+        fit(moments_of(kind, x, y), ridge=-1.0)
+
+
+def test_input_stats_are_those_of_the_inputs():
+    x, y = rows(300)
+    x = x * torch.logspace(0, 3, 8, dtype=torch.float64)
+    stats = input_stats(moments_of(Moments, x, y), 8)
+    centred = (x - x.mean(0)).numpy()
+    values = np.linalg.svd(centred, compute_uv=False) ** 2
+    assert stats["input_condition"] == pytest.approx(np.linalg.cond(centred), rel=1e-6)
+    assert stats["input_participation"] == pytest.approx(values.sum() ** 2 / (values**2).sum())
+    sd = np.sort(centred.std(0))
+    assert stats["input_range"] == pytest.approx(sd[-1] / sd[3])  # torch's median is the lower one
+
+
+# -- digits ---------------------------------------------------------------------------------------
+
+
+def conditioned(condition, offset, n=400, d=6):
+    """Inputs of a given condition number (centred), far from zero, with noisy outputs."""
+    g = np.random.default_rng(0)
+    u = g.standard_normal((n, d))
+    u -= u.mean(0)
+    U, _ = np.linalg.qr(u)
+    V, _ = np.linalg.qr(g.standard_normal((d, d)))
+    x = U * np.logspace(0, -math.log10(condition), d) @ V.T * math.sqrt(n) + offset
+    y = x @ g.standard_normal((d, 2)) + 0.05 * g.standard_normal((n, 2)) + offset
+    return x, y
+
+
+def exact_unexplained(x, y, digits=50):
+    """1 - R2 of the least-squares fit in 50-digit arithmetic."""
+    res = tot = mpf(0)
+    with mp.workdps(digits):
+        X = mp.matrix([[mpf(1), *map(mpf, map(float, row))] for row in x])
+        for column in y.T:
+            Y = mp.matrix(list(map(mpf, map(float, column))))
+            E = Y - X * mp.lu_solve(X.T * X, X.T * Y)
+            mean = sum(Y) / len(Y)
+            res += sum(e**2 for e in E)
+            tot += sum((v - mean) ** 2 for v in Y)
+        return float(res / tot)
+
+
+@BOTH
+def test_unexplained_share_at_condition_1e6_and_offset_999(kind):
+    x, y = conditioned(1e6, 999.0)
+    m = moments_of(kind, torch.tensor(x), torch.tensor(y))
+    exact = exact_unexplained(x, y)
+    assert 1e-4 < exact < 0.5
+    assert 1 - score(fit(m), m).r2 == pytest.approx(exact, rel=1e-6)
+
+
+def test_float32_sums_would_fail_that():
+    x, y = conditioned(1e6, 999.0)
+    z = np.column_stack([np.ones(len(x)), x]).astype(np.float32)
+    B = np.linalg.solve(z.T @ z, z.T @ y.astype(np.float32))
+    r = y - z @ B
+    bad = (r**2).sum() / ((y - y.mean(0)) ** 2).sum()
+    assert abs(bad / exact_unexplained(x, y) - 1) > 1e-2
+
+
+LEAST = {  # correct digits of the worst coefficient: (Moments, TSQR)
+    "Norris": (10.5, 9),
+    "Pontius": (10.5, 9),
+    "Longley": (10.5, 9),
+    "Wampler1": (5.5, 9),
+    "Wampler2": (5.5, 9),
+    "Wampler3": (5.5, 9),
+    "Wampler4": (5.5, 7),
+    "Wampler5": (5.5, 5.5),
+    "Filip": (None, 6),
+    "NoInt1": (10.5, 9),
+    "NoInt2": (10.5, 9),
+}
+
+
+@pytest.mark.skipif(
+    not NIST.exists(), reason="the NIST reference sets are not beside this checkout"
+)
+@BOTH
+@pytest.mark.parametrize("name", LEAST)
+def test_nist_digits(kind, name):
+    data = json.loads(NIST.read_text())[name]
+    x = torch.tensor([[float(v) for v in row] for row in data["x"]], dtype=torch.float64)
+    y = torch.tensor([[float(v)] for v in data["y"]], dtype=torch.float64)
+    if data["model"].startswith("poly"):
+        x = torch.cat([x**k for k in range(1, int(data["model"][4:]) + 1)], 1)
+    intercept = "no intercept" not in data["model"]
+    affine = fit(moments_of(kind, x, y), intercept=intercept)
+    least = LEAST[name][kind is TSQR]
+    if least is None:
+        assert affine.rank < x.shape[1]
+        return
+    assert affine.rank == x.shape[1]
+    got = [float(affine.bias[0])] * intercept + affine.weight[0].tolist()
+    certified = [float(v) for v in data["certified"]["beta"]]
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, certified, strict=True))
+    assert -math.log10(max(worst, 1e-15)) >= least
