@@ -1,0 +1,356 @@
+"""The command. Thin: read flags, call the library, show what came back.
+
+Tables go to stdout and progress to stderr; `--json` prints one document and nothing else. What a
+user can get wrong is answered in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+import howlinear
+
+if TYPE_CHECKING:
+    from howlinear.corpus import Text
+
+
+class Protocol(StrEnum):
+    default = "default"
+    paper = "paper"
+
+
+class Solver(StrEnum):
+    moments = "moments"
+    tsqr = "tsqr"
+
+
+class Bos(StrEnum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+app = typer.Typer(
+    name="howlinear",
+    help="How linear is each feed-forward block of a transformer, and how sure are we?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"howlinear {howlinear.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """How linear is each feed-forward block of a transformer, and how sure are we?"""
+
+
+@app.command()
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A hub id, a folder or a .gguf file; the built-in model if left out."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run folder to write; runs/MODEL by default.")
+    ] = None,
+    text_file: Annotated[
+        str | None, typer.Option(help="A utf-8 text to read, - for stdin. WikiText-2 by default.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="A dataset's hub id or folder.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    split: Annotated[str, typer.Option(help="Its split to fit on.")] = "train",
+    text_column: Annotated[str, typer.Option(help="Its column that holds text.")] = "text",
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to read; max(30000, 40 x width) by default.", min=1)
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Window length in tokens; 512 by default.", min=2)
+    ] = None,
+    folds: Annotated[int, typer.Option(help="Cross-validation folds.", min=2)] = 5,
+    protocol: Annotated[
+        Protocol, typer.Option(help="paper: 15000 tokens, windows of 128, one 80/20 split, no BOS.")
+    ] = Protocol.default,
+    blocks: Annotated[
+        str | None, typer.Option(help="Blocks to measure: 3,5,9-12 or a regular expression.")
+    ] = None,
+    solver: Annotated[
+        Solver, typer.Option(help="tsqr is slower and has more digits.")
+    ] = Solver.moments,
+    bos: Annotated[
+        Bos, typer.Option(help="Start windows with BOS; auto: as the tokenizer does.")
+    ] = Bos.auto,
+    batch_size: Annotated[int, typer.Option(help="Windows run at once.", min=1)] = 8,
+    revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the row sample.")] = 0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print profile.json and nothing else.")
+    ] = False,
+) -> None:
+    """Measure every block, write a run folder, print the table."""
+    paper = protocol is Protocol.paper
+    out = out or Path("runs") / _slug(model)
+    settings = {
+        "model": model,
+        "revision": revision,
+        "dtype": dtype,
+        "text": [text_file, dataset, dataset_config, split, text_column],
+        "tokens": tokens,
+        "max_length": max_length,
+        "folds": folds,
+        "protocol": protocol.value,
+        "blocks": blocks,
+        "solver": solver.value,
+        "bos": bos.value,
+        "seed": seed,
+    }
+    check_folder(out, settings, overwrite)
+    text = _text(text_file, dataset, dataset_config, split, text_column)
+
+    from howlinear import corpus, models, profiling, records
+
+    say(f"loading {model or 'the built-in model'}")
+    net, tokenizer = models.load(
+        model,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    at = howlinear.blocks(net, blocks)
+    length = max_length or (128 if paper else 512)
+    budget = tokens or (15_000 if paper else corpus.default_tokens(max(b.d_in for b in at)))
+    start = "never" if paper and bos is Bos.auto else bos.value
+    ids = corpus.windows(text.fit, tokenizer, _fitting(net, length), tokens=budget, bos=start)
+    needs = profiling.needs(at, ids.numel() // ids.shape[1], folds, solver.value)
+    check_room(needs, out)
+    say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
+    say(f", {needs.disk / 1e9:.1f} GB of disk in {out}")
+    with progress_bar(ids.numel()) as advance:
+        result = profiling.profile(
+            net,
+            _inputs(net, ids, batch_size),
+            at=at,
+            folds=folds,
+            protocol=protocol.value,
+            solver=solver.value,
+            batch_size=batch_size,
+            seed=seed,
+            progress=advance,
+        )
+    result.settings.update(window=ids.shape[1], bos=start, batch_size=batch_size)
+    result.about.update(
+        model=models.describe(net, model, revision),
+        corpus={"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()},
+        command=shlex.join(["howlinear", *sys.argv[1:]]),
+        asked=settings,
+        versions=_versions(),
+    )
+    result.save(out)
+    if as_json:
+        print(records.dumps(result.to_dict()))
+        return
+    from rich.console import Console
+
+    from howlinear.terminal import show_profile
+
+    console = Console(highlight=False)
+    show_profile(console, result.to_dict(), result.blocks)
+    console.print(f"results in {out}", markup=False, soft_wrap=True)
+
+
+# -- what the command needs -----------------------------------------------------------------------
+
+
+def _text(
+    text_file: str | None, dataset: str | None, config: str | None, split: str, column: str
+) -> Text:
+    from howlinear import corpus
+
+    if text_file and dataset:
+        raise ValueError("two texts: give --text-file or --dataset, not both")
+    if text_file:
+        return corpus.from_file(text_file)
+    return corpus.from_dataset(dataset, config, split, column) if dataset else corpus.builtin()
+
+
+def _slug(model: str | None) -> str:
+    if model is None:
+        return "SmolLM2-135M-Instruct"
+    name = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in name).strip(".") or "model"
+
+
+def _fitting(net: Any, length: int) -> int:
+    """A window length that the model's positions allow."""
+    most = getattr(net.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and 2 <= most < length:
+        say(f"windows of {most} tokens, all that the model has positions for, instead of {length}")
+        return most
+    return length
+
+
+def _inputs(net: Any, ids: Any, batch_size: int) -> Any:
+    """Windows as they are; an encoder-decoder reads each with both its halves."""
+    if net.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(net).__name__} reads {net.main_input_name}, not text: "
+            "call howlinear.profile from Python with batches of model inputs"
+        )
+    if not net.config.is_encoder_decoder:
+        return ids
+    return [{"input_ids": b, "decoder_input_ids": b} for b in ids.split(batch_size)]
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    import torch
+    import transformers
+
+    return {
+        "howlinear": howlinear.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
+    """Refuse a folder that holds anything but an earlier run of the same command."""
+    from howlinear import records
+
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: name a folder with -o")
+    if overwrite or not out.exists() or not any(out.iterdir()):
+        return
+    with contextlib.suppress(ValueError):
+        if records.read_json(out / "profile.json", "profile").get("asked") == asked:
+            return
+    raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
+
+
+def check_room(needs: Any, out: Path) -> None:
+    """Refuse before hours of work what memory or disk cannot hold."""
+    way_out = "lower --folds (2 at least) or measure fewer --blocks at a time"
+    free = available_memory()
+    if free is not None and needs.memory > free:
+        raise ValueError(
+            f"moments need {needs.memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: "
+            f"{way_out}"
+        )
+    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    disk = shutil.disk_usage(folder).free
+    if needs.disk > disk:
+        raise ValueError(
+            f"the run needs {needs.disk / 1e9:.1f} GB of disk and {disk / 1e9:.1f} GB are free "
+            f"in {folder}: {way_out}, or name another place with -o"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be had, by the system and by the container's limit; None if unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        found.append(limit - int((group / "memory.current").read_text()))
+    if not found:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found) if found else None
+
+
+def say(message: str, end: str = "\n") -> None:
+    """Progress, for people: stderr."""
+    shown = "".join(c if c.isprintable() else "?" for c in message)
+    print(shown, end=end, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar(tokens: int) -> Iterator[Callable[[int], None]]:
+    """Tokens done, tokens a second and time left; only where somebody watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} tokens"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("profiling", total=tokens, rate="")
+
+        def advance(done: int) -> None:
+            bar.advance(task, done)
+            speed = bar.tasks[0].speed
+            if speed:
+                bar.update(task, rate=f"{speed:.0f}/s")
+            if bar.tasks[0].finished:
+                bar.update(task, description="solving  ")
+
+        yield advance
+
+
+def main() -> None:
+    """Run the command; a user's mistake is one line and exit code 2, never a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="howlinear: %(message)s", stream=sys.stderr)
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted; nothing half-written is left", 130)
+    except click.ClickException as err:
+        _fail(err.format_message(), 2)
+    except MemoryError:
+        _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
+    except (ValueError, OSError) as err:
+        _fail(str(err), 2)
+
+
+def _fail(message: str, code: int) -> None:
+    say(f"howlinear: {' '.join(message.split())}")
+    sys.exit(code)

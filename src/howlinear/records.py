@@ -1,0 +1,206 @@
+"""Results as values: frozen dataclasses that are written to JSON and read back checked.
+
+    write_json("run/profile.json", profile.to_dict())
+    read_json("run/profile.json", kind="profile")["blocks"][3]["r2"]
+
+This is the one place that names the fields of the files in a run folder. Numbers that are not
+finite become null. Files are written under a temporary name and renamed, so that a reader sees
+the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+MAX_JSON = 64 * 2**20  # bytes; a larger file is not one of ours
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """How linear one block is. Every field is defined in docs/fields.md."""
+
+    index: int
+    path: str
+    d_in: int
+    d_out: int
+    kind: str
+    r2: float
+    r2_se: float | None
+    r2_body: float | None
+    r2_body_se: float | None
+    r2_scalar: float
+    r2_feature: dict[str, float]
+    r2_curve: list[float] | None
+    first_share: float | None
+    sink_units: list[int] | None
+    effective_rank: int | None
+    input_rank: int
+    input_condition: float | None
+    input_participation: float
+    input_range: float | None
+    stream_error: float | None
+    stream_error_se: float | None
+    rmse: float
+    residual_norm: float
+    output_norm: float
+    n_fit: int
+    n_heldout: int
+    rows_per_column: float
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BlockProfile:
+        names = [f.name for f in fields(cls)]
+        if missing := [name for name in names if name not in data]:
+            raise ValueError(f"a block lacks {', '.join(missing)}")
+        for name in ("index", "d_in", "d_out", "n_fit", "n_heldout", "input_rank"):
+            if type(data[name]) is not int or data[name] < 0:
+                raise ValueError(f"a block's {name} is {data[name]!r}, expected a count")
+        for name in ("path", "kind"):
+            if not isinstance(data[name], str):
+                raise ValueError(f"a block's {name} is {data[name]!r}, expected text")
+        return cls(**{name: data[name] for name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+KINDS = (
+    "broadly linear",
+    "outlier-concentrated",
+    "first-position only",
+    "partly linear",
+    "nonlinear",
+)
+
+
+def kind_of(r2: float, r2_body: float, median: float, first_share: float) -> str:
+    """A block's profile in plain words. The thresholds are conventions, stated in docs/fields.md."""
+    if not r2 > 0 and not r2_body > 0:
+        return "nonlinear"
+    if first_share >= 0.5 and r2 - r2_body >= 0.2:
+        return "first-position only"
+    if r2_body >= 0.75 and median >= 0.5:
+        return "broadly linear"
+    if r2 >= 0.5 and median < 0.5 * r2:
+        return "outlier-concentrated"
+    return "partly linear" if r2_body >= 0.4 else "nonlinear"
+
+
+def summarise(blocks: list[BlockProfile]) -> dict[str, Any]:
+    """Heterogeneity over depth: range, largest jump between neighbours, rank correlation."""
+    values = [b.r2 for b in blocks]
+    jumps = [abs(b - a) for a, b in pairwise(values)]
+    jump = max(range(len(jumps)), key=jumps.__getitem__) if jumps else None
+    low, high = min(blocks, key=lambda b: b.r2), max(blocks, key=lambda b: b.r2)
+    return {
+        "r2_min": low.r2,
+        "r2_min_block": low.index,
+        "r2_max": high.r2,
+        "r2_max_block": high.index,
+        "largest_jump": None if jump is None else jumps[jump],
+        "largest_jump_after": None if jump is None else blocks[jump].index,
+        "depth_spearman": spearman([float(b.index) for b in blocks], values),
+    }
+
+
+def spearman(a: list[float], b: list[float]) -> float | None:
+    """Rank correlation with ties sharing their mean rank; None where one side does not vary."""
+    x, y = _ranks(a), _ranks(b)
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    xx = sum((u - mx) ** 2 for u in x)
+    yy = sum((v - my) ** 2 for v in y)
+    if xx <= 0 or yy <= 0:
+        return None
+    return sum((u - mx) * (v - my) for u, v in zip(x, y, strict=True)) / math.sqrt(xx * yy)
+
+
+def _ranks(values: list[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    i = 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for k in order[i : j + 1]:
+            ranks[k] = (i + j) / 2
+        i = j + 1
+    return ranks
+
+
+def clean(value: Any) -> Any:
+    """The same value with numbers that JSON cannot hold as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    return value
+
+
+def dumps(data: Mapping[str, Any]) -> str:
+    return json.dumps(clean(data), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    with atomic(path) as temporary:
+        temporary.write_text(dumps(data) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path, kind: str) -> dict[str, Any]:
+    """A file that this package wrote, checked for kind and schema; ValueError in one line otherwise."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"{path} is larger than any file of ours ({MAX_JSON} bytes)")
+        data = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: is {path.parent} a run folder?") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
+        raise ValueError(f"{path} is not a readable JSON file: {_one_line(err)}") from None
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        raise ValueError(f"{path} is not a howlinear {kind} file")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+            f"make it anew or install the howlinear that wrote it"
+        )
+    return data
+
+
+def _no_constant(name: str) -> float:
+    raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
+
+
+def _one_line(err: Exception) -> str:
+    return str(err).splitlines()[0] if str(err) else type(err).__name__
+
+
+@contextlib.contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """A temporary file beside `path` that replaces it when the block ends well, else is removed."""
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

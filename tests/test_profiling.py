@@ -1,0 +1,350 @@
+"""The pass against rows captured by hand, fitted by numpy, scored by definition."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import howlinear.profiling as profiling
+import tiny
+from howlinear import Profile, profile
+from howlinear.families import blocks, swapped
+from howlinear.profiling import CELL, Folds, RowSplit, read_moments
+
+LENGTH = 128
+
+
+def ids(windows, length=LENGTH, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, tiny.VOCABULARY, (windows, length), generator=g)
+
+
+def captured(model, windows, module):
+    """(x, y) of one module by plain hooks: (n, length, d) each, in float64."""
+    seen = []
+    hook = module.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    with torch.no_grad():
+        for window in windows:
+            model(window[None])
+    hook.remove()
+    return tuple(
+        np.concatenate([t.double().numpy() for t in side]) for side in zip(*seen, strict=True)
+    )
+
+
+def lstsq(x, y):
+    ones = np.column_stack([x, np.ones(len(x))])
+    B = np.linalg.lstsq(ones, y, rcond=None)[0]
+    return lambda u: np.column_stack([u, np.ones(len(u))]) @ B
+
+
+def ss(y):
+    return ((y - y.mean(0)) ** 2).sum(0)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="module")
+def measured(llama):
+    windows = ids(5 * CELL // LENGTH + 9)  # all five folds, unevenly
+    return windows, profile(llama, windows)
+
+
+def by_folds(model, windows, module, drop_first=False):
+    """Five folds by the definition: (residuals, outputs, is first) of each held-out fold."""
+    x, y = captured(model, windows, module)
+    fold = np.arange(len(windows)) * LENGTH // CELL % 5
+    start = int(drop_first)
+    parts = []
+    for f in range(5):
+        flat = [t[fold != f, start:].reshape(-1, t.shape[-1]) for t in (x, y)]
+        guess = lstsq(*flat)
+        u, v = (t[fold == f, start:].reshape(-1, t.shape[-1]) for t in (x, y))
+        first = np.tile(np.arange(start, LENGTH) == 0, (fold == f).sum())
+        parts.append((v - guess(u), v, first))
+    return parts
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_every_score_is_its_definition(llama, measured, index):
+    windows, result = measured
+    b = result.blocks[index]
+    module = llama.get_submodule(b.path)
+    parts = by_folds(llama, windows, module)
+    res, tot = sum((r**2).sum(0) for r, _, _ in parts), sum(ss(v) for _, v, _ in parts)
+    r2 = 1 - res.sum() / tot.sum()
+    # float32 rows; the fit sees them exactly, so float64 rounding is all that differs
+    assert b.r2 == pytest.approx(r2, abs=1e-9)
+    scalar = sum(((v - v.mean()) ** 2).sum() for _, v, _ in parts)
+    assert b.r2_scalar == pytest.approx(1 - res.sum() / scalar, abs=1e-9)
+    assert b.r2_feature["median"] == pytest.approx(np.median(1 - res / tot), abs=1e-9)
+    folds = [((r**2).sum(), ss(v).sum()) for r, v, _ in parts]
+    spread = sum((a - (1 - r2) * t) ** 2 for a, t in folds)
+    assert b.r2_se == pytest.approx(math.sqrt(5 / 4 * spread) / tot.sum(), rel=1e-6)
+    first = sum(((v - v.mean(0))[at] ** 2).sum() for _, v, at in parts) / tot.sum()
+    assert b.first_share == pytest.approx(first, rel=1e-9)
+    n = sum(len(r) for r, _, _ in parts)
+    assert b.residual_norm == pytest.approx(math.sqrt(res.sum() / n), rel=1e-9)
+    assert b.rmse == pytest.approx(math.sqrt(res.sum() / n / b.d_out), rel=1e-9)
+    assert (b.n_heldout, b.n_fit) == (n, n - max(len(r) for r, _, _ in parts))
+    body = by_folds(llama, windows, module, drop_first=True)
+    bare = 1 - sum((r**2).sum() for r, _, _ in body) / sum(ss(v).sum() for _, v, _ in body)
+    assert b.r2_body == pytest.approx(bare, abs=1e-9)
+    assert abs(b.r2_body - b.r2) > 1e-7  # the two are different questions
+
+
+def test_the_curve_ends_in_r2_and_rises(measured):
+    _, result = measured
+    for b in result.blocks:
+        assert len(b.r2_curve) == 4
+        assert b.r2_curve[-1] == b.r2
+        assert b.r2_curve[0] < b.r2_curve[-1]
+
+
+def test_stream_error_by_definition(llama):
+    """On a sample as large as the data, the sample is the data."""
+    windows = ids(5 * CELL // 32, 32)[: 3 * CELL // 32]
+    few = windows.numel()
+    old, profiling.SAMPLE = profiling.SAMPLE, few
+    try:
+        profiling.RowSample.__init__.__defaults__ = (few,)
+        b = profile(llama, windows).blocks[1]
+    finally:
+        profiling.SAMPLE = old
+        profiling.RowSample.__init__.__defaults__ = (old,)
+    x, y = captured(llama, windows, llama.get_submodule(b.path))
+    with torch.no_grad():
+        h = llama(windows, output_hidden_states=True).hidden_states[2].double().numpy()
+    fold = np.arange(len(windows)) * 32 // CELL
+    ratios = []
+    for f in range(3):
+        guess = lstsq(*(t[fold != f].reshape(-1, t.shape[-1]) for t in (x, y)))
+        u, v, s = (t[fold == f].reshape(-1, t.shape[-1]) for t in (x, y, h))
+        ratios.append(((v - guess(u)) ** 2).sum(1) / (s**2).sum(1))
+    assert b.stream_error == pytest.approx(np.concatenate(ratios).mean(), rel=1e-4)
+
+
+def test_the_row_sample_is_uniform_bounded_and_seeded(llama):
+    windows = ids(5 * CELL // LENGTH)
+    one, two = (profile(llama, windows, seed=1).stores[0].sample for _ in range(2))
+    other = profile(llama, windows, seed=2).stores[0].sample
+    assert torch.equal(one.x, two.x)
+    assert not torch.equal(one.x, other.x)
+    counts = torch.bincount(one.group, minlength=5)
+    assert counts.sum() == profiling.SAMPLE
+    # 512 rows over 5 equal folds: mean 102, sd 9; five sd either way
+    assert ((counts - 102.4).abs() < 46).all()
+
+
+def test_a_linear_block_scores_one_and_its_neighbour_does_not(llama):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 16)
+    at = blocks(llama)
+    with swapped(llama, {at[1]: linear}):
+        result = profile(llama, ids(3 * CELL // LENGTH), at=at)
+    assert result.blocks[1].r2 > 1 - 1e-9
+    assert result.blocks[1].kind == "broadly linear"
+    np.testing.assert_allclose(result.maps[1].weight, linear.weight.detach(), atol=1e-5)
+    assert result.blocks[0].r2 < 0.999
+
+
+def test_batching_changes_nothing(llama, measured):
+    windows, result = measured
+    again = profile(llama, windows, batch_size=3)
+    streamed = profile(llama, ({"input_ids": w} for w in windows.split(5)))
+    for other in (again, streamed):
+        for a, b in zip(result.blocks, other.blocks, strict=True):
+            # float32 forwards of other batch shapes differ in the last bits
+            assert a.r2 == pytest.approx(b.r2, abs=1e-6)
+            assert a.r2_body == pytest.approx(b.r2_body, abs=1e-6)
+            assert (a.n_fit, a.n_heldout) == (b.n_fit, b.n_heldout)
+
+
+def test_tsqr_and_moments_agree(llama):
+    windows = ids(3 * CELL // LENGTH)
+    for a, b in zip(
+        profile(llama, windows).blocks, profile(llama, windows, solver="tsqr").blocks, strict=True
+    ):
+        assert a.r2 == pytest.approx(b.r2, abs=1e-11)
+        assert a.r2_body == pytest.approx(b.r2_body, abs=1e-11)
+        assert a.effective_rank == b.effective_rank
+
+
+def test_padding_is_left_out(llama):
+    """Padded windows give what the same rows give without padding."""
+    windows = ids(4 * CELL // 32, 32)
+    keep = torch.ones_like(windows)
+    keep[::2, 20:] = 0
+    batches = [
+        {"input_ids": w, "attention_mask": m}
+        for w, m in zip(windows.split(8), keep.split(8), strict=True)
+    ]
+    b = profile(llama, batches).blocks[0]
+    assert b.n_heldout == int(keep.sum())
+    x, y = captured(llama, windows, llama.get_submodule(b.path))  # causal: rows kept are the same
+    fold = np.repeat(np.arange(len(windows)) * 32 // CELL, 32).reshape(-1, 32)
+    mask = keep.numpy().astype(bool)
+    res = tot = 0.0
+    for f in range(4):
+        guess = lstsq(*(t[mask & (fold != f)] for t in (x, y)))
+        u, v = (t[mask & (fold == f)] for t in (x, y))
+        res, tot = res + ((v - guess(u)) ** 2).sum(), tot + ss(v).sum()
+    assert b.r2 == pytest.approx(1 - res / tot, abs=1e-6)
+
+
+def test_the_paper_protocol_is_one_split_of_rows(llama):
+    windows = ids(31)
+    result = profile(llama, windows, protocol="paper")
+    b = result.blocks[1]
+    x, y = (
+        t.reshape(-1, t.shape[-1]) for t in captured(llama, windows, llama.get_submodule(b.path))
+    )
+    cut = int(0.8 * len(x))
+    assert cut % LENGTH  # inside a window
+    v = y[cut:]
+    r = v - lstsq(x[:cut], y[:cut])(x[cut:])
+    assert b.r2 == pytest.approx(1 - (r**2).sum() / ss(v).sum(), abs=1e-9)
+    assert b.r2_scalar == pytest.approx(1 - (r**2).sum() / ((v - v.mean()) ** 2).sum(), abs=1e-9)
+    assert b.r2_se is None
+    assert b.r2_curve is None
+    assert (b.n_fit, b.n_heldout) == (cut, len(x) - cut)
+
+
+def test_folds_follow_from_offsets_alone():
+    offsets = [i * 512 for i in range(24)]
+    got = [(g, w.start, w.stop) for g, w, _ in Folds(5).pieces(offsets, 512)]
+    assert got == [(0, 0, 4), (1, 4, 8), (2, 8, 12), (3, 12, 16), (4, 16, 20), (0, 20, 24)]
+    late = [(g, w.start, w.stop) for g, w, _ in Folds(5).pieces(offsets[20:], 512)]
+    assert late == [(0, 0, 4)]
+
+
+def test_row_split_cuts_inside_a_window():
+    got = [(g, w.start, p.start, p.stop) for g, w, p in RowSplit(100).pieces([0, 50], 50)]
+    assert got == [(0, 0, 0, 50), (0, 1, 0, 30), (1, 1, 30, 50)]
+
+
+def test_memory_does_not_grow_with_the_text(llama):
+    def held(windows):
+        store = profile(llama, windows).stores[0]
+        states = [a.state_dict() for a in (*store.body, *store.first)]
+        return sum(v.numel() for state in states for v in state.values())
+
+    # first positions are kept as rows until they outweigh their sums, then as sums
+    sizes = [held(ids(k * CELL // LENGTH)) for k in (5, 10, 40, 80)]
+    assert sizes[3] == sizes[2] <= 2.2 * sizes[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "opt", "bert", "t5", "qwen3_moe"])
+def test_other_shapes_of_model(family):
+    model = tiny.model(family)
+    windows = ids(3 * CELL // 8, 8)
+    batches = windows
+    if model.config.is_encoder_decoder:
+        batches = [{"input_ids": w, "decoder_input_ids": w} for w in windows.split(64)]
+    result = profile(model, batches, batch_size=64)
+    assert len(result.blocks) == len(blocks(model))
+    for b in result.blocks:
+        assert b.n_heldout == windows.numel()
+        assert 0 < b.r2 < 1
+        assert b.stream_error > 0
+
+
+@pytest.mark.parametrize(
+    ("windows", "kwargs", "message"),
+    [
+        (lambda: ids(2), {}, "too little text: 256 tokens .* 2176 tokens would do"),
+        (lambda: ids(1), {"protocol": "paper"}, None),
+        (lambda: ids(40), {"solver": "magic"}, "unknown solver"),
+        (lambda: ids(40), {"protocol": "magic"}, "unknown protocol"),
+        (lambda: ids(40), {"folds": 1}, "at least 2 folds"),
+        (lambda: ids(40), {"batch_size": 0}, "batch size"),
+        (lambda: ids(40), {"at": "99"}, "99"),
+        (lambda: list(ids(40).split(8)), {"protocol": "paper"}, "all windows at once"),
+        (lambda: [ids(2)], {}, "give more text"),
+    ],
+)
+def test_bad_input_is_one_line(llama, windows, kwargs, message):
+    if message is None:  # 128 rows do for 16 columns
+        profile(llama, windows(), **kwargs)
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        profile(llama, windows(), **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_number_of_tokens_that_would_do_does(llama):
+    profile(llama, ids(17))
+    with pytest.raises(ValueError, match="too little text"):
+        profile(llama, ids(16))
+
+
+def test_not_finite_activations_are_located(llama):
+    windows = ids(40)
+    at = blocks(llama)
+
+    def broken(x):
+        y = torch.zeros_like(x)
+        if x.shape[0] == 2:  # the last batch
+            y[0, 3, 5] = torch.inf
+        return y
+
+    with (
+        swapped(llama, {at[1]: broken}),
+        pytest.raises(
+            ValueError, match=r"block 1 \(model.layers.1.mlp\), batch 2: not finite.*feature 5"
+        ),
+    ):
+        profile(llama, windows[:34], at=at, batch_size=16)
+
+
+def test_a_run_folder_reads_back(measured, tmp_path):
+    _, result = measured
+    result.save(tmp_path / "run")
+    again = Profile.load(tmp_path / "run")
+    assert again.blocks == result.blocks
+    for i, affine in result.maps.items():
+        assert torch.equal(again.maps[i].weight, affine.weight)
+        assert again.maps[i].rank == affine.rank
+    for store in result.stores:
+        parts = read_moments(tmp_path / "run", result.blocks[store.block.index])
+        for part in ("body", "first"):
+            for mine, theirs in zip(getattr(store, part), parts[part], strict=True):
+                for name, value in mine.state_dict().items():
+                    assert torch.equal(value, theirs.state_dict()[name])
+    data = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert [b["index"] for b in data["blocks"]] == [0, 1, 2]
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_spoiled_run_folders_are_refused(measured, tmp_path):
+    """Truncated, flipped and foreign files: ValueError in one line, or the very same content."""
+    _, result = measured
+    run = tmp_path / "run"
+    result.save(run)
+    rng = np.random.default_rng(0)
+    refused = 0
+    for name in ("profile.json", "maps.safetensors", "moments.safetensors"):
+        good = (run / name).read_bytes()
+        spoiled = [b"", b"{}", b"\x80\x04pickle", good[: len(good) // 2], good[:-1], good[:9]]
+        for _ in range(60):
+            broken = bytearray(good)
+            at = int(rng.integers(0, min(len(good), 4000)))
+            broken[at] ^= 1 << int(rng.integers(0, 8))
+            spoiled.append(bytes(broken))
+        for content in spoiled:
+            (run / name).write_bytes(content)
+            complaint = None
+            try:
+                for b in Profile.load(run).blocks:
+                    read_moments(run, b)
+            except ValueError as err:
+                complaint = str(err)
+            refused += complaint is not None
+            assert "\n" not in (complaint or "")
+        (run / name).write_bytes(good)
+    assert refused > 60
