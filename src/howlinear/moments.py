@@ -28,10 +28,48 @@ from typing import Self
 import torch
 from torch import Tensor
 
-PANEL = 128  # columns of x a matrix product takes at once: half the work for S_xx, at full speed
+PANEL = 96  # columns of x a matrix product takes at once: half the work for S_xx, at full speed
 TILE = 2048  # rows converted to float64 at once
 
 _local = threading.local()
+
+
+class _Kept:
+    """Rows as they came, in buffers that double.
+
+    One tensor for each addition would scatter small blocks over the heap between the model's large
+    ones, which then never fit again: memory would grow by gigabytes for megabytes of rows.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.weighted = False
+        self.buffers: tuple[Tensor, Tensor, Tensor] | None = None  # x, y, weight
+
+    def add(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        old, n = self.buffers, self.n + len(x)
+        types = [x.dtype, y.dtype, torch.float64]
+        if old is not None:
+            types = [torch.promote_types(a, b.dtype) for a, b in zip(types, old, strict=True)]
+        if old is None or n > len(old[0]) or types != [b.dtype for b in old]:
+            room = max(16, 2 * n if old is not None else n)
+            widths = ((x.shape[1],), (y.shape[1],), ())
+            new = [x.new_empty(room, *w, dtype=t) for w, t in zip(widths, types, strict=True)]
+            for a, b in zip(new, old or (), strict=False):
+                a[: self.n] = b[: self.n]
+            self.buffers = (new[0], new[1], new[2])
+        assert self.buffers is not None
+        for buffer, rows in zip(
+            self.buffers, (x, y, 1.0 if weight is None else weight), strict=True
+        ):
+            buffer[self.n : n] = rows
+        self.n = n
+        self.weighted |= weight is not None
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self.buffers is not None
+        x, y, weight = (b[: self.n] for b in self.buffers)
+        return x, y, weight if self.weighted else None
 
 
 class Accumulator:
@@ -68,7 +106,7 @@ class Accumulator:
                     f"shift has shape {tuple(shift.shape)}, expected ({d_in + d_out},)"
                 )
             self.shift = shift.to(self.device, torch.float64)
-        self._rows: list[tuple[Tensor, Tensor, Tensor | None]] = []  # few rows, kept as they came
+        self._kept = _Kept()  # few rows, as they came
         self._filled = False
 
     # -- adding rows ------------------------------------------------------------------------------
@@ -76,7 +114,7 @@ class Accumulator:
     @property
     def kept_rows(self) -> int:
         """How many rows are still kept as rows."""
-        return sum(len(x) for x, _, _ in self._rows)
+        return self._kept.n
 
     def update(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add rows: x (..., d_in), y (..., d_out), weight (...). Nothing changes if they are refused."""
@@ -103,12 +141,10 @@ class Accumulator:
         x, y = x.detach().to(self.device), y.detach().to(self.device)
         if rows > TILE:  # one tile is checked as it enters; several must not enter by halves
             _check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=torch.float64) for t in (x, y)))
-        keep = not self._filled and self.kept_rows + rows <= self.d_in // 2
-        if keep:
-            x, y = x.reshape(rows, -1).clone(), y.reshape(rows, -1).clone()
-            weight = None if weight is None else weight.reshape(rows)
+        if not self._filled and self._kept.n + rows <= self.d_in // 2:
+            x, y = x.reshape(rows, -1), y.reshape(rows, -1)
             _check_finite(x.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64))
-            self._rows.append((x, y, weight))
+            self._kept.add(x, y, None if weight is None else weight.reshape(rows))
         else:
             self._fill()
             self._absorb(x, y, weight)
@@ -128,10 +164,9 @@ class Accumulator:
         if other.n == 0:
             return self
         if not other._filled:
-            for x, y, weight in other._rows:
-                self.update(x, y, weight)
+            self.update(*other._kept.rows())
             return self
-        if self.shift is None and not self._rows:
+        if self.shift is None and not self._kept.n:
             self.shift = other.shift
         self._fill()
         self._combine(other)
@@ -144,7 +179,9 @@ class Accumulator:
         """An accumulator of its own with the same content."""
         twin = type(self)(self.d_in, self.d_out, shift=self.shift, device=self.device)
         twin.n, twin.weight, twin.eps = self.n, self.weight, self.eps
-        twin._rows, twin._filled = list(self._rows), self._filled
+        twin._filled = self._filled
+        if self._kept.n:
+            twin._kept.add(*self._kept.rows())
         for name in self._sums if self._filled else ():
             setattr(twin, name, getattr(self, name).clone())
         return twin
@@ -155,9 +192,9 @@ class Accumulator:
             return
         self._allocate()
         self._filled = True
-        rows, self._rows = self._rows, []
-        for x, y, weight in rows:
-            self._absorb(x, y, weight)
+        kept, self._kept = self._kept, _Kept()
+        if kept.n:
+            self._absorb(*kept.rows())
 
     def _ensure_shift(self, x: Tensor, y: Tensor) -> Tensor:
         if self.shift is None:
@@ -205,16 +242,11 @@ class Accumulator:
             state["shift"] = self.shift
         if self._filled and self.n:
             state |= {name.strip("_"): getattr(self, name) for name in self._sums}
-        elif self._rows:
-            state["rows_x"] = torch.cat([x for x, _, _ in self._rows])
-            state["rows_y"] = torch.cat([y for _, y, _ in self._rows])
-            if any(w is not None for _, _, w in self._rows):
-                state["rows_weight"] = torch.cat(
-                    [
-                        x.new_ones(len(x), dtype=torch.float64) if w is None else w
-                        for x, _, w in self._rows
-                    ]
-                )
+        elif self._kept.n:
+            x, y, weight = self._kept.rows()
+            state |= {"rows_x": x, "rows_y": y}
+            if weight is not None:
+                state["rows_weight"] = weight
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -269,7 +301,7 @@ class Accumulator:
         weight = state.pop("rows_weight", None)
         if weight is not None:
             weight = _checked("rows_weight", weight, (n,)).to(self.device)
-        self._rows = [(x.to(self.device), y.to(self.device), weight)]
+        self._kept.add(x.to(self.device), y.to(self.device), weight)
 
     # -- reading ----------------------------------------------------------------------------------
 

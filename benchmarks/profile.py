@@ -1,0 +1,173 @@
+"""What a profile costs beside a bare forward of the same windows, and beside two rivals.
+
+    python benchmarks/profile.py                 # every ratio; about 8 minutes on 2 cores
+    python benchmarks/profile.py --only slope    # or whole, rivals, memory
+
+All ratios are to a forward of the same windows through the base model: no language-model head,
+`inference_mode`, the same batch size, the same process. Machines are noisy, so bare and measured
+work alternate and medians are printed with their range.
+
+slope   cost of each further token between 8k and 16k tokens
+whole   profile() of 30,000 tokens with 5 folds, solving included, nothing written
+rivals  one fit a block on stored rows: float64 lstsq (scipy, gelsd) and scikit-learn
+memory  peak resident memory of `howlinear profile` with 10 times the tokens
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path.pop(0)  # this folder: a module named profile there would hide the standard library's
+
+import argparse
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+
+import torch
+
+from howlinear import blocks, load, profile, windows
+from howlinear.corpus import builtin
+from howlinear.families import backbone
+from howlinear.profiling import BlockStore, Folds, _batches, _pass
+
+LENGTH, BATCH = 512, 8
+
+
+def seconds(work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def bare(model, ids) -> float:
+    net = backbone(model)
+
+    def run() -> None:
+        with torch.inference_mode():
+            for batch in ids.split(BATCH):
+                net(input_ids=batch, use_cache=False)
+
+    return seconds(run)
+
+
+def show(name: str, ratios: list[float], aim: str) -> None:
+    middle = statistics.median(ratios)
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} runs"
+    print(f"{name:44s} {middle:5.2f} x   ({spread}; {aim})", flush=True)
+
+
+def slope(model, ids, repeats: int) -> None:
+    """Bare and profiled passes over the same batches, taking turns."""
+    ratios = []
+    further = ids[8192 // LENGTH : 16384 // LENGTH]
+    at, split = blocks(model), Folds(5)
+    for _ in range(repeats):
+        stores = [BlockStore.make(b, 5, "moments", 0, torch.device("cpu")) for b in at]
+        _pass(model, _batches(ids[: 4096 // LENGTH], BATCH), stores, split, None)  # sums in place
+        for batch in further.split(BATCH):
+            before = bare(model, batch)
+            # _pass counts offsets from 0: which two of the five folds fill up does not matter here
+            taken = seconds(
+                lambda batch=batch, stores=stores: _pass(
+                    model, _batches(batch, BATCH), stores, split, None
+                )
+            )
+            ratios.append(2 * taken / (before + bare(model, batch)))
+    show("each further token, 8k to 16k", ratios, "wanted: at most 1.30")
+
+
+def whole(model, ids, repeats: int) -> None:
+    ids = ids[: 30_000 // LENGTH]
+    ratios = []
+    for _ in range(repeats):
+        before = bare(model, ids)
+        taken = seconds(lambda: profile(model, ids, batch_size=BATCH))
+        ratios.append(2 * taken / (before + bare(model, ids)))
+    show("whole profile, 30,000 tokens, 5 folds", ratios, "wanted: at most 1.50")
+
+
+def rivals(model, ids, timed: int) -> None:
+    """Rows stored, then one fit a block. Fits are timed on a few blocks and scaled to all."""
+    import numpy as np
+    from scipy.linalg import lstsq
+    from sklearn.linear_model import LinearRegression
+
+    ids = ids[: 30_000 // LENGTH]
+    at = blocks(model)
+    rows: dict[int, list] = {b.index: [] for b in at[:timed]}
+    handles = [
+        model.get_submodule(b.path).register_forward_hook(
+            lambda _, args, out, i=b.index: rows[i].append((args[0].clone(), out.clone()))
+        )
+        for b in at[:timed]
+    ]
+    stored = bare(model, ids)
+    for handle in handles:
+        handle.remove()
+    base = min(bare(model, ids), stored)
+    data = {
+        i: tuple(torch.cat([p[k].flatten(0, 1) for p in parts]) for k in (0, 1))
+        for i, parts in rows.items()
+    }
+
+    def by_lstsq() -> None:
+        for x, y in data.values():
+            ones = np.column_stack([x.double().numpy(), np.ones(len(x))])
+            lstsq(ones, y.double().numpy(), overwrite_a=True, overwrite_b=True, check_finite=False)
+
+    def by_sklearn() -> None:
+        for x, y in data.values():
+            LinearRegression().fit(x.double().numpy(), y.double().numpy())
+
+    for name, work in (("float64 lstsq", by_lstsq), ("scikit-learn", by_sklearn)):
+        fits = seconds(work) * len(at) / timed
+        show(f"rows stored, {name}, one fit", [(stored + fits) / base], f"{timed} blocks timed")
+
+
+def memory(tokens: int) -> None:
+    """Peak resident memory of the command itself, in processes of their own."""
+    peaks = []
+    for count in (tokens, 10 * tokens):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "howlinear", "profile", "--tokens", str(count)]
+            process = subprocess.Popen(
+                [*command, "-o", os.path.join(folder, "run")], stdout=subprocess.DEVNULL
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            if status:
+                sys.exit("the command failed")
+            peaks.append(usage.ru_maxrss / 1e6)
+            print(f"peak memory, {count} tokens {peaks[-1]:.2f} GB", flush=True)
+    print(
+        f"{'peak memory, 10 times the tokens':44s} {peaks[1] / peaks[0]:5.3f} x   (wanted: at most 1.05)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["slope", "whole", "rivals", "memory"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timed-blocks", type=int, default=4)
+    parser.add_argument("--memory-tokens", type=int, default=8192)
+    args = parser.parse_args()
+    print(f"{torch.get_num_threads()} threads, built-in model, WikiText-2, windows of {LENGTH}")
+    parts = [args.only] if args.only else ["slope", "whole", "rivals", "memory"]
+    if parts != ["memory"]:
+        model, tokenizer = load()
+        ids = windows(builtin().fit, tokenizer, LENGTH, tokens=32_768)
+        bare(model, ids[:BATCH])  # warm up
+    if "slope" in parts:
+        slope(model, ids, args.repeats)
+    if "whole" in parts:
+        whole(model, ids, max(1, args.repeats // 3))
+    if "rivals" in parts:
+        rivals(model, ids, args.timed_blocks)
+    if "memory" in parts:
+        memory(args.memory_tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The command as a person meets it: separate processes, exit codes, one-line errors."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from howlinear import cli, profiling
+from howlinear.families import Block
+
+COMMAND = [sys.executable, "-m", "howlinear"]
+
+
+def run(*args, env=None, **kwargs):
+    """The command in a process of its own."""
+    return subprocess.run(
+        [*COMMAND, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"COLUMNS": "80"} | (env or {}),
+        **kwargs,
+    )
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The command in this process: seconds sooner, for what needs no process of its own."""
+
+    def call(*args):
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["howlinear", *map(str, args)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(args, stopped.value.code, out, err)
+
+    return call
+
+
+@pytest.fixture
+def complaint(here):
+    """What a mistake prints: one line on stderr after progress, nothing on stdout, exit code 2."""
+
+    def call(*args):
+        done = here(*args)
+        assert done.returncode == 2, done
+        assert done.stdout == ""
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("howlinear: ")
+        return last
+
+    return call
+
+
+def test_a_mistake_in_a_process_of_its_own(tmp_path):
+    done = run("profile", "./nowhere", "-o", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("howlinear: ./nowhere does not exist")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def small_run(minilm, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "minilm"
+    args = ("profile", minilm, "--tokens", "6144", "--max_length", "256", "-o", out)
+    return args, out, run(*args)
+
+
+def test_profile_writes_a_run_and_prints_the_table(small_run):
+    _, out, done = small_run
+    assert done.returncode == 0, done.stderr
+    names = {p.name for p in out.iterdir()}
+    assert names == {"profile.json", "maps.safetensors", "moments.safetensors"}
+    data = json.loads((out / "profile.json").read_text())
+    assert len(data["blocks"]) == 6
+    assert data["settings"]["tokens"] == 6144
+    assert len(data["corpus"]["fingerprint"]) == 64
+    assert data["command"].startswith("howlinear profile")
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if "results in" not in line)
+    for b in data["blocks"]:
+        assert f"{b['r2']:.3f}" in done.stdout
+        assert b["kind"] in done.stdout
+    assert "rank correlation of R2 with depth" in done.stdout
+    assert f"results in {out}" in done.stdout
+    assert "GB of memory" in done.stderr
+
+
+def test_the_same_command_again_is_fine_and_gives_the_same(small_run, here):
+    args, out, _ = small_run
+    before = json.loads((out / "profile.json").read_text())["blocks"]
+    done = here(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    after = json.loads(done.stdout)  # one document and nothing else
+    assert after["blocks"] == before
+
+
+def test_another_command_does_not_write_over_a_run(small_run, complaint):
+    args, out, _ = small_run
+    before = (out / "profile.json").read_bytes()
+    line = complaint(*args, "--folds", "2")
+    assert "is not empty" in line
+    assert "--overwrite" in line
+    assert (out / "profile.json").read_bytes() == before
+
+
+def test_foreign_folders_are_left_alone(minilm, tmp_path, complaint):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "is not empty" in complaint("profile", minilm, "-o", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    assert "is a file" in complaint("profile", minilm, "-o", tmp_path / "thesis.tex")
+
+
+def test_some_blocks_by_index_or_path(minilm, tmp_path, here):
+    common = ("profile", minilm, "--tokens", "4096", "--max-length", "128", "--json")
+    by_index = here(*common, "--blocks", "1,3-4", "-o", tmp_path / "a")
+    by_path = here(*common, "--blocks", r"layer\.[134]\.", "-o", tmp_path / "b")
+    one, two = (json.loads(done.stdout)["blocks"] for done in (by_index, by_path))
+    assert [b["index"] for b in one] == [1, 3, 4]
+    assert one == two
+
+
+def test_text_from_a_file_and_from_stdin(minilm, wikitext, tmp_path):
+    text = wikitext.fit[:60_000]
+    (tmp_path / "text.txt").write_text(text)
+    common = (
+        "profile",
+        minilm,
+        "--tokens",
+        "4096",
+        "--max-length",
+        "128",
+        "--json",
+        "--blocks",
+        "0",
+    )
+    one = run(*common, "--text-file", tmp_path / "text.txt", "-o", tmp_path / "a")
+    two = run(*common, "--text-file", "-", "-o", tmp_path / "b", input=text)
+    one, two = json.loads(one.stdout), json.loads(two.stdout)
+    assert one["blocks"] == two["blocks"]
+    assert one["corpus"]["fingerprint"] == two["corpus"]["fingerprint"]
+    assert one["corpus"]["part"] == "first 80 %"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens", "300"], "lower --max-length"),
+        (["--tokens", "512", "--max-length", "128"], "tokens would do"),
+        (["--text-file", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--text-file", "a", "--dataset", "b"], "not both"),
+        (["--blocks", "77"], "0-5"),
+        (["--blocks", "nonsense.*"], "matches no block"),
+        (["--dtype", "int3"], "--dtype takes"),
+        (["--device", "cuda:9"], "--device cpu"),
+        (["--solver", "magic"], "magic"),
+        (["--folds", "1"], "folds"),
+        (["--bos", "always"], "has no BOS token"),
+        (["--no-such-flag"], "no-such-flag"),
+    ],
+)
+def test_mistakes_are_one_line(minilm, tmp_path, complaint, flags, message):
+    assert message in complaint("profile", minilm, "-o", tmp_path / "run", *flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_that_are_not_there(tmp_path, complaint):
+    assert "hf download" in complaint("profile", "nobody/nothing", "-o", tmp_path / "run")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    line = complaint("profile", tmp_path / "broken.gguf", "-o", tmp_path / "run")
+    assert "not a readable GGUF" in line
+
+
+def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(cli, "available_memory", lambda: 10**9)
+    with pytest.raises(
+        ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
+    ):
+        cli.check_room(profiling.Needs(2 * 10**9, 1), Path("x"))
+    with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
+        cli.check_room(profiling.Needs(1, 10**18), Path("x"))
+    cli.check_room(profiling.Needs(1, 1), Path("x"))
+
+
+def test_what_is_stated_is_what_it_takes(small_run):
+    """Disk as stated before the start, within a tenth."""
+    _, out, _ = small_run
+    data = json.loads((out / "profile.json").read_text())
+    at = [
+        Block(b["index"], b["path"], (b["path"],), None, None, None, "", b["d_in"], b["d_out"], "")
+        for b in data["blocks"]
+    ]
+    needs = profiling.needs(at, data["settings"]["tokens"] // data["settings"]["window"], 5)
+    taken = sum(p.stat().st_size for p in out.iterdir())
+    # 6144 tokens fill three of the five folds
+    assert needs.disk * 3 / 5 == pytest.approx(taken, rel=0.1)
+
+
+def test_interrupting_leaves_nothing(minilm, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, "profile", str(minilm), "-o", str(out), "--tokens", "400000"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "GB of memory" in line:
+            break
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(60) == 130
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+    assert not out.exists()
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.argv = ['howlinear', 'profile', '--help']; from howlinear.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--max-length" in done.stdout
+    assert run("--version").stdout.startswith("howlinear 0.")
+
+
+def test_strange_names_are_shown_as_text(minilm, tmp_path, here):
+    odd = tmp_path / "[red]\x1b[31mname"
+    shutil.copytree(minilm, odd)
+    done = here(
+        "profile",
+        odd,
+        "--tokens",
+        "4096",
+        "--max-length",
+        "128",
+        "--blocks",
+        "0",
+        "-o",
+        tmp_path / "r",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "[red]" in done.stdout

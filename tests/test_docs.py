@@ -1,0 +1,56 @@
+"""What the documentation says is what the code does: examples run, fields are all listed."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from howlinear.records import KINDS, BlockProfile, kind_of
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("builtin", "wikitext")
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_readme_examples_run(code, capsys):
+    exec(compile(code, "README.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert re.search(r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M)
+
+
+def test_readme_commands_exist():
+    from typer.testing import CliRunner
+
+    from howlinear.cli import app
+
+    known = CliRunner().invoke(app, ["profile", "--help"], env={"COLUMNS": "200"}).output
+    flags = set(re.findall(r"(?<=\s)--[a-z-]+", "\n".join(re.findall(r"^howlinear .*", README, re.M))))
+    assert flags
+    assert all(flag in known for flag in flags)
+
+
+def test_every_field_and_kind_is_documented():
+    text = (ROOT / "docs" / "fields.md").read_text()
+    assert all(f"`{f.name}`" in text for f in fields(BlockProfile))
+    assert all(kind in text for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind"),
+    [  # r2, r2_body, median feature, first_share
+        ((0.98, 0.38, 0.8, 0.93), "first-position only"),
+        ((0.88, 0.88, 0.74, 0.0), "broadly linear"),
+        ((0.77, 0.73, 0.37, 0.2), "outlier-concentrated"),
+        ((0.55, 0.55, 0.50, 0.0), "partly linear"),
+        ((0.35, 0.35, 0.30, 0.0), "nonlinear"),
+        ((-0.1, -0.1, -0.1, 0.0), "nonlinear"),
+        ((0.99, float("nan"), 0.9, 1.0), "broadly linear"),
+    ],
+)
+def test_kinds_follow_the_documented_rules(numbers, kind):
+    assert kind_of(*numbers) == kind
+    assert kind in KINDS

@@ -1,0 +1,86 @@
+"""Real weights and real text: our numbers beside an independent float64 least squares."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import lstsq
+
+from howlinear import blocks, load, profile, windows
+
+pytestmark = pytest.mark.real
+
+
+def rows_of(model, paths, run):
+    """(x, y) of modules by plain hooks while `run` runs: (n, d) each, float32."""
+    seen = {path: [] for path in paths}
+
+    def listen(path):
+        def hook(_, args, out):
+            seen[path].append((args[0].flatten(0, 1).clone(), out.flatten(0, 1).clone()))
+
+        return hook
+
+    handles = [model.get_submodule(p).register_forward_hook(listen(p)) for p in paths]
+    try:
+        result = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    joined = {
+        p: tuple(torch.cat(t).numpy() for t in zip(*parts, strict=True))
+        for p, parts in seen.items()
+    }
+    return result, joined
+
+
+def independent(x, y):
+    """The paper's numbers by scipy: (r2_scalar, r2, per-feature median)."""
+    cut = int(0.8 * len(x))
+    ones = np.column_stack([x, np.ones(len(x))]).astype(np.float64)
+    y = y.astype(np.float64)
+    B = lstsq(ones[:cut], y[:cut], lapack_driver="gelsy", check_finite=False)[0]
+    v = y[cut:]
+    res, tot = ((v - ones[cut:] @ B) ** 2).sum(0), ((v - v.mean(0)) ** 2).sum(0)
+    scalar = 1 - res.sum() / ((v - v.mean()) ** 2).sum()
+    return scalar, 1 - res.sum() / tot.sum(), np.median(1 - res / tot)
+
+
+def test_paper_protocol_is_independent_least_squares_on_every_block(builtin, wikitext):
+    model, tokenizer = builtin
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=15_000, bos="never")
+    assert ids.shape == (117, 128)
+    paths = [f"model.layers.{i}.mlp" for i in range(30)]
+    result, rows = rows_of(model, paths, lambda: profile(model, ids, protocol="paper"))
+    assert [b.path for b in result.blocks] == paths
+    for b in result.blocks:
+        expected = independent(*rows.pop(b.path))
+        got = (b.r2_scalar, b.r2, b.r2_feature["median"])
+        # float32 rows, both fits in float64: far closer than the 1e-4 that we promise
+        np.testing.assert_allclose(got, expected, atol=1e-6, err_msg=b.path)
+    # what the first position hides
+    assert result.blocks[11].r2 > 0.95
+    assert result.blocks[11].r2_body < 0.6
+    assert result.blocks[11].kind == "first-position only"
+    assert result.blocks[15].r2_body == pytest.approx(result.blocks[15].r2, abs=0.05)
+
+
+def test_a_real_encoder(minilm, wikitext):
+    model, tokenizer = load(str(minilm))
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=8192)
+    assert (ids[:, 0] == tokenizer.cls_token_id).all()
+    at = blocks(model)
+    assert len(at) == 6
+    seen = []
+    layer = model.encoder.layer[2]
+    hooks = [
+        layer.intermediate.register_forward_pre_hook(lambda _, a: seen.append(a[0].flatten(0, 1))),
+        layer.output.dense.register_forward_hook(lambda _, a, out: seen.append(out.flatten(0, 1))),
+    ]
+    b = profile(model, ids, protocol="paper").blocks[2]
+    for hook in hooks:
+        hook.remove()
+    x, y = torch.cat(seen[::2]).numpy(), torch.cat(seen[1::2]).numpy()
+    expected = independent(x, y)
+    # rounding leaves one direction of a LayerNorm's output without variance: lstsq fits its noise
+    np.testing.assert_allclose((b.r2_scalar, b.r2, b.r2_feature["median"]), expected, atol=2e-4)
+    assert b.stream_error > 0
