@@ -19,7 +19,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 def test_readme_examples_run(code, capsys):
     exec(compile(code, "README.md", "exec"), {})
     shown = capsys.readouterr().out
-    assert re.search(r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M)
+    assert re.search(
+        r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M
+    )
 
 
 def test_readme_commands_exist():
@@ -28,7 +30,9 @@ def test_readme_commands_exist():
     from howlinear.cli import app
 
     known = CliRunner().invoke(app, ["profile", "--help"], env={"COLUMNS": "200"}).output
-    flags = set(re.findall(r"(?<=\s)--[a-z-]+", "\n".join(re.findall(r"^howlinear .*", README, re.M))))
+    flags = set(
+        re.findall(r"(?<=\s)--[a-z-]+", "\n".join(re.findall(r"^howlinear .*", README, re.M)))
+    )
     assert flags
     assert all(flag in known for flag in flags)
 

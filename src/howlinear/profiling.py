@@ -289,8 +289,7 @@ def _added(accumulators: Sequence[Accumulator], which: Iterable[int]) -> Accumul
 
 def _fitted(moments: Accumulator) -> tuple[Affine, Tensor]:
     """The map and the factor that `effective_rank` needs; rank is reported, rows were checked."""
-    W_t, rank, Z = solve(moments)
-    W = W_t.t()
+    W, rank, Z = solve(moments)
     return Affine(W, moments.mean_y - W @ moments.mean_x, rank), Z
 
 

@@ -1,0 +1,72 @@
+"""Files are whole or not there, and read back checked."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
+
+from howlinear.records import SCHEMA, atomic, read_json, spearman, write_json
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=30))
+def test_spearman_is_scipys(pairs):
+    a, b = [float(x) for x, _ in pairs], [float(y) for _, y in pairs]
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        assert spearman(a, b) is None
+    else:
+        assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+    data = {"kind": "profile", "schema": SCHEMA, "a": [np.float64("nan"), float("inf"), 1.5]}
+    write_json(tmp_path / "x.json", data)
+    assert read_json(tmp_path / "x.json", "profile")["a"] == [None, None, 1.5]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("old")
+
+    def interrupted():
+        with atomic(path) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a readable JSON"),
+        (b"\xff\xfe", "not a readable JSON"),
+        (b"[" * 100_000, "not a readable JSON"),
+        (b'{"kind": "profile", "schema": NaN}', "not a readable JSON"),
+        (b"[]", "not a howlinear profile"),
+        (b'{"kind": "swap", "schema": 1}', "not a howlinear profile"),
+        (b'{"kind": "profile", "schema": 999}', "schema 999"),
+    ],
+)
+def test_foreign_files_are_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_json(tmp_path / "x.json", "profile")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        read_json(tmp_path / "x.json", "profile")
+
+
+def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
+    write_json(tmp_path / "x.json", {"kind": "k", "schema": SCHEMA})
+    (tmp_path / "y.json").write_text("{}")
+    assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "y.json").stat().st_mode
+    assert json.loads((tmp_path / "x.json").read_text())["kind"] == "k"
