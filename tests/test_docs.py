@@ -45,14 +45,16 @@ def test_every_field_and_kind_is_documented():
 
 @pytest.mark.parametrize(
     ("numbers", "kind"),
-    [  # r2, r2_body, median feature, first_share
-        ((0.98, 0.38, 0.8, 0.93), "first-position only"),
-        ((0.88, 0.88, 0.74, 0.0), "broadly linear"),
-        ((0.77, 0.73, 0.37, 0.2), "outlier-concentrated"),
-        ((0.55, 0.55, 0.50, 0.0), "partly linear"),
-        ((0.35, 0.35, 0.30, 0.0), "nonlinear"),
-        ((-0.1, -0.1, -0.1, 0.0), "nonlinear"),
-        ((0.99, float("nan"), 0.9, 1.0), "broadly linear"),
+    [  # r2, r2_body, median feature, first_share, effective rank / d_out
+        ((0.98, 0.38, 0.8, 0.93, 0.002), "first-position only"),
+        ((0.88, 0.88, 0.74, 0.0, 0.25), "broadly linear"),
+        ((0.93, 0.91, 0.84, 0.3, 0.01), "broadly linear"),
+        ((0.77, 0.73, 0.37, 0.2, 0.1), "outlier-concentrated"),
+        ((0.77, 0.73, 0.45, 0.2, 0.002), "outlier-concentrated"),
+        ((0.55, 0.55, 0.50, 0.0, 0.3), "partly linear"),
+        ((0.35, 0.35, 0.30, 0.0, 0.3), "nonlinear"),
+        ((-0.1, -0.1, -0.1, 0.0, float("inf")), "nonlinear"),
+        ((0.99, float("nan"), 0.9, 1.0, 0.3), "broadly linear"),
     ],
 )
 def test_kinds_follow_the_documented_rules(numbers, kind):

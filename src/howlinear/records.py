@@ -83,7 +83,7 @@ KINDS = (
 )
 
 
-def kind_of(r2: float, r2_body: float, median: float, first_share: float) -> str:
+def kind_of(r2: float, r2_body: float, median: float, first_share: float, rank_share: float) -> str:
     """A block's profile in plain words. The thresholds are conventions, stated in docs/fields.md."""
     if math.isnan(r2_body):  # every row is a first position
         r2_body = r2
@@ -91,7 +91,7 @@ def kind_of(r2: float, r2_body: float, median: float, first_share: float) -> str
         return "first-position only"
     if r2_body >= 0.75 and median >= 0.5:
         return "broadly linear"
-    if r2 >= 0.5 and median < 0.5 * r2:
+    if r2 >= 0.5 and (median < 0.5 * r2 or rank_share <= 0.02):
         return "outlier-concentrated"
     return "partly linear" if r2_body >= 0.4 else "nonlinear"
 
