@@ -91,6 +91,11 @@ TINY: dict[str, Tiny] = {
     "phi": Tiny("phi", HF),
     "phi3": Tiny("phi3", GQA),
     "olmo2": Tiny("olmo2", GQA),
+    "olmo": Tiny("olmo", GQA),
+    "olmo3": Tiny("olmo3", GQA | {"sliding_window": 4}),
+    "smollm3": Tiny("smollm3", GQA),
+    "cohere": Tiny("cohere", GQA),
+    "starcoder2": Tiny("starcoder2", GQA),
     "stablelm": Tiny("stablelm", GQA),
     "stablelm-parallel": Tiny("stablelm", GQA | {"use_parallel_residual": True}),
     "falcon": Tiny("falcon", FALCON),
@@ -106,6 +111,10 @@ TINY: dict[str, Tiny] = {
     ),
     "bert": Tiny("bert", HF, **MASKED),
     "roberta": Tiny("roberta", HF | {"max_position_embeddings": 32}, positions="", **MASKED),
+    "xlm-roberta": Tiny(
+        "xlm-roberta", HF | {"max_position_embeddings": 32}, positions="", **MASKED
+    ),
+    "electra": Tiny("electra", HF | {"embedding_size": 16}, **MASKED),
     "distilbert": Tiny(
         "distilbert", {"dim": 16, "hidden_dim": 40, "n_layers": 2, "n_heads": 4}, **MASKED
     ),
@@ -116,6 +125,7 @@ TINY: dict[str, Tiny] = {
         sides=("right",),  # its positions skip tokens numbered 1, whatever the config says
     ),
     "t5": Tiny("t5", T5, **SEQ2SEQ),
+    "mt5": Tiny("mt5", T5, **SEQ2SEQ),
     "t5-gated": Tiny("t5", T5 | {"feed_forward_proj": "gated-gelu"}, **SEQ2SEQ),
     "vit": Tiny(
         "vit",

@@ -118,13 +118,17 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         replace(FC, layers="encoder.layers.#", stack="encoder"),
         replace(FC, layers="decoder.layers.#", stack="decoder"),
     ),
-    "t5": (T5, replace(T5, layers="decoder.block.#.layer.#", stack="decoder")),
+    **dict.fromkeys(
+        ("t5", "mt5"), (T5, replace(T5, layers="decoder.block.#.layer.#", stack="decoder"))
+    ),
+    "starcoder2": (Family("layers.#", "mlp", ("mlp.c_fc", "mlp.act", "mlp.c_proj")),),
     "vit": (Family("layers.#", "mlp", down="mlp.fc2"), SPLIT),  # new and old names in transformers
     "distilbert": (replace(LIN, after="output_layer_norm"),),
-    **dict.fromkeys(("bert", "roberta", "mpnet"), (BERT,)),
+    **dict.fromkeys(("bert", "roberta", "mpnet", "xlm-roberta", "electra"), (BERT,)),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "stablelm"), (GATED,)),
+    **dict.fromkeys(("olmo", "smollm3", "cohere"), (GATED,)),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), (GATED,)),
-    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2"), (NORMED,)),
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3"), (NORMED,)),
 }
 
 # What a layer of a family that is not in the table may call its parts.
