@@ -25,6 +25,17 @@ SCHEMA = 1
 MAX_JSON = 64 * 2**20  # bytes; a larger file is not one of ours
 
 
+TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "None": type(None),
+    "list[int]": list,
+    "list[float]": list,
+    "dict[str, float]": dict,
+}
+
+
 @dataclass(frozen=True)
 class BlockProfile:
     """How linear one block is. Every field is defined in docs/fields.md."""
@@ -62,12 +73,15 @@ class BlockProfile:
         names = [f.name for f in fields(cls)]
         if missing := [name for name in names if name not in data]:
             raise ValueError(f"a block lacks {', '.join(missing)}")
-        for name in ("index", "d_in", "d_out", "n_fit", "n_heldout", "input_rank"):
-            if type(data[name]) is not int or data[name] < 0:
-                raise ValueError(f"a block's {name} is {data[name]!r}, expected a count")
-        for name in ("path", "kind"):
-            if not isinstance(data[name], str):
-                raise ValueError(f"a block's {name} is {data[name]!r}, expected text")
+        for f in fields(cls):
+            value, names_of = data[f.name], str(f.type).split(" | ")
+            fits = any(isinstance(value, TYPES[t]) for t in names_of) and not isinstance(
+                value, bool
+            )
+            if not fits and not (value is None and "float" in names_of):  # NaN was written as null
+                raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"a block's {f.name} is {value}, expected a count")
         return cls(**{name: data[name] for name in names})
 
     def to_dict(self) -> dict[str, Any]:
