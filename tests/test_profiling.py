@@ -254,6 +254,21 @@ def test_other_shapes_of_model(family):
         assert b.stream_error > 0
 
 
+@pytest.mark.parametrize("family", ["vit", "whisper"])
+def test_pictures_and_sounds(family):
+    """Inputs without tokens: each is a cell of its own, so that neighbours fall into other folds."""
+    model = tiny.model(family)
+    batches = [tiny.inputs(family, seed=seed) for seed in range(60)]
+    result = profile(model, batches)
+    assert len(result.blocks) == len(blocks(model))
+    per_input = {b.path: b.n_heldout / 120 for b in result.blocks}
+    if family == "vit":
+        assert set(per_input.values()) == {5}  # four patches and the class token
+    else:
+        assert {v for p, v in per_input.items() if "encoder" in p} == {10}
+        assert {v for p, v in per_input.items() if "decoder" in p} == {7}
+
+
 @pytest.mark.parametrize(
     ("windows", "kwargs", "message"),
     [

@@ -159,7 +159,9 @@ def profile(
     length = max_length or (128 if paper else 512)
     budget = tokens or (15_000 if paper else corpus.default_tokens(max(b.d_in for b in at)))
     start = "never" if paper and bos is Bos.auto else bos.value
-    ids = corpus.windows(text.fit, tokenizer, _fitting(net, length), tokens=budget, bos=start)
+    ids = corpus.windows(
+        text.fit, tokenizer, _fitting(net, tokenizer, length), tokens=budget, bos=start
+    )
     needs = profiling.needs(at, ids.numel() // ids.shape[1], folds, solver.value)
     check_room(needs, out)
     say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
@@ -219,13 +221,16 @@ def _slug(model: str | None) -> str:
     return "".join(c if c.isalnum() or c in "-._" else "-" for c in name).strip(".") or "model"
 
 
-def _fitting(net: Any, length: int) -> int:
+def _fitting(net: Any, tokenizer: Any, length: int) -> int:
     """A window length that the model's positions allow."""
-    most = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and 2 <= most < length:
+    limits = (
+        getattr(net.config.get_text_config(), "max_position_embeddings", None),
+        getattr(tokenizer, "model_max_length", None),  # RoBERTa's is two below its positions
+    )
+    most = min((m for m in limits if isinstance(m, int) and m >= 2), default=length)
+    if most < length:
         say(f"windows of {most} tokens, all that the model has positions for, instead of {length}")
-        return most
-    return length
+    return min(most, length)
 
 
 def _inputs(net: Any, ids: Any, batch_size: int) -> Any:
@@ -355,6 +360,10 @@ def main() -> None:
         _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
     except (ValueError, OSError) as err:
         _fail(str(err), 2)
+    except RuntimeError as err:
+        if "out of memory" not in str(err).lower() and "can't allocate" not in str(err):
+            raise
+        _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
 
 
 def _fail(message: str, code: int) -> None:

@@ -392,7 +392,14 @@ class Profile:
         notes = []
         lacking = [b.index for b in self.blocks if b.input_rank < b.d_in]
         if lacking:
-            notes.append(f"inputs lack rank in blocks {', '.join(map(str, lacking))}")
+            which = "all blocks" if len(lacking) == len(self.blocks) else f"blocks {lacking}"
+            notes.append(f"inputs lack rank in {which}: the maps of least norm are given")
+        unsure = [b for b in self.blocks if b.r2_body_se is not None and b.r2_body_se > 0.1]
+        if unsure:
+            listed = ", ".join(f"{b.index} (±{b.r2_body_se:.2f})" for b in unsure)
+            notes.append(
+                f"body R2 of blocks {listed} rests on a few rows: sinks beyond the first position"
+            )
         thin = min(b.rows_per_column for b in self.blocks)
         if thin < 20:
             notes.append(

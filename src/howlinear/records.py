@@ -123,6 +123,7 @@ def summarise(blocks: list[BlockProfile]) -> dict[str, Any]:
         "r2_max_block": high.index,
         "largest_jump": None if jump is None else jumps[jump],
         "largest_jump_after": None if jump is None else blocks[jump].index,
+        "largest_jump_before": None if jump is None else blocks[jump + 1].index,
         "depth_spearman": spearman([float(b.index) for b in blocks], values),
     }
 

@@ -87,8 +87,8 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
         f"(block {s['r2_max_block']})"
     )
     if s["largest_jump"] is not None:
-        after = s["largest_jump_after"]
-        console.print(f"largest jump {number(s['largest_jump'])} between neighbours, after {after}")
+        pair = f"blocks {s['largest_jump_after']} and {s['largest_jump_before']}"
+        console.print(f"largest jump {number(s['largest_jump'])}, between {pair}")
     console.print(f"rank correlation of R2 with depth {number(s['depth_spearman'], 2)}")
     for note in data["notes"]:
         console.print(plain(f"note: {note}"))
