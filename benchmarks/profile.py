@@ -31,7 +31,8 @@ import torch
 from howlinear import blocks, load, profile, windows
 from howlinear.corpus import builtin
 from howlinear.families import backbone
-from howlinear.profiling import BlockStore, Folds, _batches, _pass
+from howlinear.profiling import _batches, _pass
+from howlinear.stores import BlockStore, Folds
 
 LENGTH, BATCH = 512, 8
 

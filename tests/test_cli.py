@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from howlinear import cli, profiling
+from howlinear import cli
 from howlinear.families import Block
+from howlinear.stores import Needs, needs
 
 COMMAND = [sys.executable, "-m", "howlinear"]
 
@@ -183,10 +184,10 @@ def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
     with pytest.raises(
         ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
     ):
-        cli.check_room(profiling.Needs(2 * 10**9, 1), Path("x"))
+        cli.check_room(Needs(2 * 10**9, 1), Path("x"))
     with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
-        cli.check_room(profiling.Needs(1, 10**18), Path("x"))
-    cli.check_room(profiling.Needs(1, 1), Path("x"))
+        cli.check_room(Needs(1, 10**18), Path("x"))
+    cli.check_room(Needs(1, 1), Path("x"))
 
 
 def test_what_is_stated_is_what_it_takes(small_run):
@@ -197,10 +198,10 @@ def test_what_is_stated_is_what_it_takes(small_run):
         Block(b["index"], b["path"], (b["path"],), None, None, None, "", b["d_in"], b["d_out"], "")
         for b in data["blocks"]
     ]
-    needs = profiling.needs(at, data["settings"]["tokens"] // data["settings"]["window"], 5)
+    stated = needs(at, data["settings"]["tokens"] // data["settings"]["window"], 5)
     taken = sum(p.stat().st_size for p in out.iterdir())
     # 6144 tokens fill three of the five folds
-    assert needs.disk * 3 / 5 == pytest.approx(taken, rel=0.1)
+    assert stated.disk * 3 / 5 == pytest.approx(taken, rel=0.1)
 
 
 def test_interrupting_leaves_nothing(minilm, tmp_path):

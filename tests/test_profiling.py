@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-import howlinear.profiling as profiling
 import tiny
 from howlinear import Profile, profile
 from howlinear.families import blocks, swapped
-from howlinear.profiling import CELL, Folds, RowSplit, read_moments
+from howlinear.profiling import read_moments
+from howlinear.stores import CELL, SAMPLE, Folds, RowSample, RowSplit
 
 LENGTH = 128
 
@@ -106,17 +106,12 @@ def test_the_curve_ends_in_r2_and_rises(measured):
         assert b.r2_curve[0] < b.r2_curve[-1]
 
 
-def test_stream_error_by_definition(llama):
+def test_stream_error_by_definition(llama, monkeypatch):
     """On a sample as large as the data, the sample is the data."""
     windows = ids(5 * CELL // 32, 32)[: 3 * CELL // 32]
     few = windows.numel()
-    old, profiling.SAMPLE = profiling.SAMPLE, few
-    try:
-        profiling.RowSample.__init__.__defaults__ = (few,)
-        b = profile(llama, windows).blocks[1]
-    finally:
-        profiling.SAMPLE = old
-        profiling.RowSample.__init__.__defaults__ = (old,)
+    monkeypatch.setattr(RowSample.__init__, "__defaults__", (few,))
+    b = profile(llama, windows).blocks[1]
     x, y = captured(llama, windows, llama.get_submodule(b.path))
     with torch.no_grad():
         h = llama(windows, output_hidden_states=True).hidden_states[2].double().numpy()
@@ -136,7 +131,7 @@ def test_the_row_sample_is_uniform_bounded_and_seeded(llama):
     assert torch.equal(one.x, two.x)
     assert not torch.equal(one.x, other.x)
     counts = torch.bincount(one.group, minlength=5)
-    assert counts.sum() == profiling.SAMPLE
+    assert counts.sum() == SAMPLE
     # 512 rows over 5 equal folds: mean 102, sd 9; five sd either way
     assert ((counts - 102.4).abs() < 46).all()
 

@@ -144,7 +144,7 @@ def profile(
     check_folder(out, settings, overwrite)
     text = _text(text_file, dataset, dataset_config, split, text_column)
 
-    from howlinear import corpus, models, profiling, records
+    from howlinear import corpus, models, profiling, records, stores
 
     say(f"loading {model or 'the built-in model'}")
     net, tokenizer = models.load(
@@ -162,7 +162,7 @@ def profile(
     ids = corpus.windows(
         text.fit, tokenizer, _fitting(net, tokenizer, length), tokens=budget, bos=start
     )
-    needs = profiling.needs(at, ids.numel() // ids.shape[1], folds, solver.value)
+    needs = stores.needs(at, ids.numel() // ids.shape[1], folds, solver.value)
     check_room(needs, out)
     say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
     say(f", {needs.disk / 1e9:.1f} GB of disk in {out}")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,350 +24,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.affine import Affine, Score, effective_rank, input_stats, score, solve
+from howlinear.affine import Affine
 from howlinear.families import Block, Rows, backbone, blocks, tap
+from howlinear.measuring import measure
 from howlinear.moments import TSQR, Accumulator, Moments
 from howlinear.records import (
     SCHEMA,
     BlockProfile,
     atomic,
-    kind_of,
     read_json,
     summarise,
     write_json,
 )
+from howlinear.stores import (
+    CELL,
+    PARTS,
+    SOLVERS,
+    BlockStore,
+    Folds,
+    RowSplit,
+    Split,
+    check_rows,
+    is_wide,
+)
 
-CELL = 2048  # tokens that stay together in a fold
-SAMPLE = 512  # rows kept for stream_error
-SOLVERS: dict[str, type[Accumulator]] = {"moments": Moments, "tsqr": TSQR}
 PROTOCOLS = ("default", "paper")
-PARTS = ("body", "first")
 
 Batch = Tensor | dict[str, Tensor]
-
-
-# -- which rows are held out ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Folds:
-    """Blocked folds: a window's fold follows from its token offset alone, whatever comes later."""
-
-    groups: int
-
-    def __post_init__(self) -> None:
-        if self.groups < 2:
-            raise ValueError(
-                f"cross-validation needs at least 2 folds, got {self.groups} (--folds)"
-            )
-
-    def pieces(self, offsets: Sequence[int], length: int) -> Iterator[tuple[int, slice, slice]]:
-        """(group, windows, positions): which rows of a batch belong where, in few rectangles."""
-        of = [offset // CELL % self.groups for offset in offsets]
-        start = 0
-        for i in range(1, len(of) + 1):
-            if i == len(of) or of[i] != of[start]:
-                yield of[start], slice(start, i), slice(0, length)
-                start = i
-
-    def held(self, sizes: Sequence[int]) -> list[int]:
-        filled = [g for g, size in enumerate(sizes) if size]
-        if len(filled) < 2:
-            raise ValueError(
-                f"all rows fall into one of {self.groups} folds, which change every {CELL} tokens: "
-                f"give more text (--tokens) or shorter windows (--max-length)"
-            )
-        return filled
-
-
-@dataclass(frozen=True)
-class RowSplit:
-    """The paper's split: the first 80 % of the rows to fit, the rest held out, windows cut or not."""
-
-    rows: int
-    groups: int = 2
-
-    def pieces(self, offsets: Sequence[int], length: int) -> Iterator[tuple[int, slice, slice]]:
-        cut = int(0.8 * self.rows)
-        for i, offset in enumerate(offsets):
-            inside = min(max(cut - offset, 0), length)
-            if inside:
-                yield 0, slice(i, i + 1), slice(0, inside)
-            if inside < length:
-                yield 1, slice(i, i + 1), slice(inside, length)
-
-    def held(self, sizes: Sequence[int]) -> list[int]:
-        return [1]
-
-
-# -- what is kept of one block --------------------------------------------------------------------
-
-
-class RowSample:
-    """A uniform sample of rows of fixed size, the same for the same seed and row order."""
-
-    def __init__(self, block: Block, seed: int, size: int = SAMPLE) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((size,), torch.inf)
-        self.group = torch.full((size,), -1)
-        self.x = torch.zeros(size, block.d_in)
-        self.y = torch.zeros(size, block.d_out)
-        self.stream = torch.zeros(size)
-
-    def update(self, rows: Rows, group: Tensor) -> None:
-        """Rows with the smallest random keys stay. `group` (n,) is each row's fold."""
-        if rows.h is None:
-            return
-        size, keys = len(self.keys), torch.rand(len(group), generator=self.generator)
-        kept = torch.cat([self.keys, keys]).topk(size, largest=False).indices
-        new = kept[kept >= size] - size
-        stays = torch.zeros(size, dtype=torch.bool)
-        stays[kept[kept < size]] = True
-        slots = (~stays).nonzero().flatten()
-        self.keys[slots], self.group[slots] = keys[new], group[new]
-        at = new.to(rows.x.device)
-        self.x[slots] = rows.x[at].float().cpu()
-        self.y[slots] = rows.y[at].float().cpu()
-        self.stream[slots] = rows.h[at].float().square().sum(-1).cpu()
-
-
-@dataclass
-class BlockStore:
-    """One block's accumulators: for each group, rows past the first position, and first ones."""
-
-    block: Block
-    body: list[Accumulator]
-    first: list[Accumulator]
-    sample: RowSample
-
-    @classmethod
-    def make(
-        cls, block: Block, groups: int, solver: str, seed: int, device: torch.device
-    ) -> BlockStore:
-        new = SOLVERS[solver]
-        body = [new(block.d_in, block.d_out, device=device) for _ in range(groups)]
-        first = [new(block.d_in, block.d_out, device=device) for _ in range(groups)]
-        return cls(block, body, first, RowSample(block, seed))
-
-    def update(self, rows: Rows, offsets: Sequence[int], split: Folds | RowSplit) -> None:
-        length = rows.shape[1] if rows.shape else 1 + int(rows.position.max())
-        group = torch.empty(len(offsets), length, dtype=torch.long)
-        for g, w, p in split.pieces(offsets, length):
-            group[w, p] = g
-            if rows.shape:
-                x, y = (t.view(*rows.shape, -1)[w, p] for t in (rows.x, rows.y))
-                self._share_shift(x, y)
-                if p.start == 0:
-                    self.first[g].update(x[:, 0], y[:, 0])
-                    x, y = x[:, 1:], y[:, 1:]
-                self.body[g].update(x, y)
-        flat = group.flatten()
-        if not rows.shape:  # padding was left out: rows stand one by one
-            window, position = rows.window.cpu(), rows.position.cpu()
-            flat = group[window, position]
-            self._share_shift(rows.x, rows.y)
-            for g in flat.unique().tolist():
-                for store, which in ((self.first, position == 0), (self.body, position > 0)):
-                    at = ((flat == g) & which).nonzero().flatten().to(rows.x.device)
-                    store[g].update(rows.x[at], rows.y[at])
-        self.sample.update(rows, flat)
-
-    def _share_shift(self, x: Tensor, y: Tensor) -> None:
-        """All accumulators of a block shift by the same mean, so that they add up fast."""
-        if self.body[0].shift is None:
-            means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=torch.float64) for t in (x, y)]
-            shift = torch.cat(means).to(self.body[0].device)
-            if bool(shift.isfinite().all()):  # else update says which feature is not
-                for accumulator in (*self.body, *self.first):
-                    accumulator.shift = shift
-
-    @property
-    def sizes(self) -> list[int]:
-        return [b.n + f.n for b, f in zip(self.body, self.first, strict=True)]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a profile takes beside the model and its activations."""
-
-    memory: int
-    disk: int
-
-
-def needs(at: Sequence[Block], windows: int, folds: int, solver: str = "moments") -> Needs:
-    """What a profile of `windows` windows will take, before it starts."""
-    memory = disk = work = 0
-    for block in at:
-        d, width = block.d_in, block.d_in + block.d_out
-        each = 8 * SOLVERS[solver](block.d_in, block.d_out).size
-        rows = min(4 * windows * width, folds * each)  # first positions
-        memory += folds * each + rows + 4 * SAMPLE * width + 8 * d * block.d_out
-        disk += folds * each + rows + 8 * d * block.d_out
-        work = max(work, 2 * each + 80 * width * width)  # factoring one block
-    return Needs(memory + work * (1 if _wide(at) else torch.get_num_threads()), disk)
-
-
-# -- moments -> scores of one block ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """One block's results before they become a record."""
-
-    record: BlockProfile
-    affine: Affine
-    r2_by_feature: Tensor
-
-
-def measure(store: BlockStore, split: Folds | RowSplit, out_norm: nn.Module | None) -> Measured:
-    """Score every held-out group with the map fitted on the others; fit the saved map on all."""
-    block, held = store.block, split.held(store.sizes)
-    groups = [g for g, size in enumerate(store.sizes) if size]
-    scores: list[Score] = []
-    body_scores: list[Score] = []
-    maps: dict[int, Affine] = {}
-    rank_k: int | None = None
-    curve: list[float] = []
-    for f in held:
-        rest = [g for g in groups if g != f]
-        train, test = _added(store.body, rest), store.body[f].copy()
-        if train.n > block.d_in and test.n:
-            body_scores.append(score(_fitted(train)[0], test))
-        for g in rest:
-            train.merge(store.first[g])
-        test.merge(store.first[f])
-        maps[f], Z = _fitted(train)
-        scores.append(score(maps[f], test))
-        if f == held[-1]:
-            rank_k = effective_rank(maps[f], Z, train.mean_x, test)
-            curve = _curve(store, rest, test, scores[-1])
-    total, pooled_body = _pooled(scores), _pooled(body_scores) if body_scores else None
-    full = _added([*store.body, *store.first], range(2 * len(store.body)))
-    affine, _ = _fitted(full)
-    crossed = isinstance(split, Folds)
-    first_share = _first_share(store, held)
-    stream, stream_se = _stream_error(store.sample, maps, out_norm)
-    n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
-    r2_body = pooled_body.r2 if pooled_body else math.nan
-    record = BlockProfile(
-        index=block.index,
-        path=block.path,
-        d_in=block.d_in,
-        d_out=block.d_out,
-        kind=kind_of(
-            total.r2,
-            r2_body,
-            total.r2_feature["median"],
-            first_share,
-            math.inf if rank_k is None else rank_k / block.d_out,
-        ),
-        r2=total.r2,
-        r2_se=_standard_error(scores, total.r2) if crossed else None,
-        r2_body=r2_body,
-        r2_body_se=_standard_error(body_scores, r2_body) if crossed and body_scores else None,
-        r2_scalar=total.r2_scalar,
-        r2_feature=total.r2_feature,
-        r2_curve=[total.r2 + gain for gain in curve] + [total.r2] if crossed else None,
-        first_share=first_share,
-        sink_units=None,
-        effective_rank=rank_k,
-        **input_stats(full, affine.rank),
-        stream_error=stream,
-        stream_error_se=stream_se,
-        rmse=total.rmse,
-        residual_norm=total.residual_norm,
-        output_norm=total.output_norm,
-        n_fit=n_fit,
-        n_heldout=total.n,
-        rows_per_column=n_fit / block.d_in,
-    )
-    return Measured(record, affine, total.r2_by_feature)
-
-
-def _added(accumulators: Sequence[Accumulator], which: Iterable[int]) -> Accumulator:
-    first, *others = which
-    total = accumulators[first].copy()
-    for g in others:
-        total.merge(accumulators[g])
-    return total
-
-
-def _fitted(moments: Accumulator) -> tuple[Affine, Tensor]:
-    """The map and the factor that `effective_rank` needs; rank is reported, rows were checked."""
-    W, rank, Z = solve(moments)
-    return Affine(W, moments.mean_y - W @ moments.mean_x, rank), Z
-
-
-def _pooled(scores: list[Score]) -> Score:
-    total = scores[0]
-    for one in scores[1:]:
-        total = total + one
-    return total
-
-
-def _standard_error(scores: list[Score], r2: float) -> float:
-    """Of a ratio of sums over K folds. Folds share fit rows, so this is an approximation."""
-    K = len(scores)
-    parts = [(float(s.ss_res.sum()), float(s.ss_tot.sum())) for s in scores]
-    spread = sum((res - (1 - r2) * tot) ** 2 for res, tot in parts)
-    whole = sum(tot for _, tot in parts)
-    return math.sqrt(K / (K - 1) * spread) / whole if whole > 0 and K > 1 else math.nan
-
-
-def _curve(store: BlockStore, rest: list[int], test: Accumulator, full: Score) -> list[float]:
-    """What fitting on 1, 2, ... groups fewer than all of `rest` changes, on one held-out group.
-
-    One group is enough: all points share its rows, so its own difficulty cancels.
-    """
-    gains = []
-    train = None
-    for g in rest[:-1]:
-        train = store.body[g].copy() if train is None else train.merge(store.body[g])
-        train.merge(store.first[g])
-        enough = train.n > store.block.d_in
-        gains.append(score(_fitted(train)[0], test).r2 - full.r2 if enough else math.nan)
-    return gains
-
-
-def _first_share(store: BlockStore, held: list[int]) -> float:
-    """Share of the held-out variance of y that first positions carry."""
-    part = whole = 0.0
-    for f in held:
-        if not store.first[f].n:
-            continue
-        first = store.first[f].copy()
-        both = _added([store.body[f], first], (0, 1)) if store.body[f].n else first
-        away = (first.mean_y - both.mean_y).square()
-        part += float((first.S_yy + first.weight * away).sum())
-        whole += float(both.S_yy.sum())
-    return part / whole if whole > 0 else math.nan
-
-
-def _stream_error(
-    sample: RowSample, maps: dict[int, Affine], out_norm: nn.Module | None
-) -> tuple[float, float]:
-    """Mean of |y - Wx - b|^2 / |h|^2 over sampled rows, each by a map that did not see it."""
-    ratios = []
-    for f, affine in maps.items():
-        at = sample.group == f
-        x, y, size = sample.x[at].double(), sample.y[at].double(), sample.stream[at].double()
-        guess = affine(x.to(affine.weight.device)).cpu()
-        if out_norm is not None:
-            y, guess = _through(out_norm, y), _through(out_norm, guess)
-        ratios.append((y - guess).square().sum(1) / size)
-    r = torch.cat(ratios)
-    if not len(r):
-        return math.nan, math.nan
-    return float(r.mean()), float(r.std() / math.sqrt(len(r))) if len(r) > 1 else math.nan
-
-
-def _through(module: nn.Module, rows: Tensor) -> Tensor:
-    parameter = next(module.parameters(), rows)
-    with torch.no_grad():
-        return module(rows.to(parameter)).to(rows)
-
-
-# -- the pass -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -583,7 +265,7 @@ def profile(
     )
 
 
-def _split(protocol: str, folds: int, windows: Tensor | Iterable[Batch]) -> Folds | RowSplit:
+def _split(protocol: str, folds: int, windows: Tensor | Iterable[Batch]) -> Split:
     if protocol == "default":
         return Folds(folds)
     if protocol != "paper":
@@ -601,7 +283,7 @@ def _pass(
     model: nn.Module,
     batches: Iterable[tuple[dict[str, Tensor], int, int]],
     stores: list[BlockStore],
-    split: Folds | RowSplit,
+    split: Split,
     progress: Callable[[int], None] | None,
 ) -> int:
     """Run every batch through the model and its rows into the stores; the number of tokens."""
@@ -650,36 +332,7 @@ def _batches(
         yield inputs, len(main), length
 
 
-def check_rows(count: int, length: int, columns: int, split: Folds | RowSplit) -> None:
-    """Refuse before the pass what could not be fitted after it, and say how many tokens would do."""
-    if _fit_rows(count, length, split) > columns:
-        return
-    enough = max(count, 1)
-    while _fit_rows(enough, length, _resized(split, enough * length)) <= columns:
-        enough += 1
-    raise ValueError(
-        f"too little text: {count * length} tokens cannot determine {columns} columns held out; "
-        f"{enough * length} tokens would do, about {max(30_000, 40 * columns)} to trust the result "
-        f"(--tokens, --text-file)"
-    )
-
-
-def _fit_rows(count: int, length: int, split: Folds | RowSplit) -> int:
-    """The fewest rows that any fit would have, first positions left out."""
-    sizes = [0] * split.groups
-    for g, w, p in split.pieces([i * length for i in range(count)], length):
-        sizes[g] += (w.stop - w.start) * (p.stop - max(p.start, 1))
-    held = [1] if isinstance(split, RowSplit) else [g for g, size in enumerate(sizes) if size]
-    if isinstance(split, Folds) and len(held) < 2:
-        return 0
-    return min(sum(sizes) - sizes[f] for f in held)
-
-
-def _resized(split: Folds | RowSplit, rows: int) -> Folds | RowSplit:
-    return split if isinstance(split, Folds) else RowSplit(rows)
-
-
-def _check_store(store: BlockStore, split: Folds | RowSplit) -> None:
+def _check_store(store: BlockStore, split: Split) -> None:
     """The same check for streams, whose length is known only afterwards."""
     sizes = store.sizes
     fewest = min(sum(sizes) - sizes[f] for f in split.held(sizes))
@@ -690,15 +343,10 @@ def _check_store(store: BlockStore, split: Folds | RowSplit) -> None:
         )
 
 
-def _wide(at: Sequence[Block]) -> bool:
-    """So wide that one factorisation keeps all cores busy, and two would take too much room."""
-    return max(block.d_in for block in at) >= 2048
-
-
 def _spread(work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
     """Blocks in parallel, a core each: small factorisations do not use two cores well."""
     threads = torch.get_num_threads()
-    wide = _wide([store.block for store, _ in items])
+    wide = is_wide([store.block for store, _ in items])
     if threads == 1 or wide or len(items) == 1 or items[0][0].body[0].device.type != "cpu":
         return [work(item) for item in items]
     try:
