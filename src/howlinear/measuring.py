@@ -35,55 +35,33 @@ class Measured:
 def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Measured:
     """Score every held-out group with the map fitted on the others; fit the saved map on all."""
     block, held = store.block, split.held(store.sizes)
-    groups = [g for g, size in enumerate(store.sizes) if size]
-    scores: list[Score] = []
-    body_scores: list[Score] = []
-    maps: dict[int, Affine] = {}
-    rank_k: int | None = None
-    curve: list[float] = []
-    for f in held:
-        rest = [g for g in groups if g != f]
-        train, test = _added(store.body, rest), store.body[f].copy()
-        if train.n > block.d_in and test.n:
-            body_scores.append(score(_fitted(train)[0], test))
-        for g in rest:
-            train.merge(store.first[g])
-        test.merge(store.first[f])
-        maps[f], Z = _fitted(train)
-        scores.append(score(maps[f], test))
-        if f == held[-1]:
-            rank_k = effective_rank(maps[f], Z, train.mean_x, test)
-            curve = _curve(store, rest, test, scores[-1])
-    total, pooled_body = _pooled(scores), _pooled(body_scores) if body_scores else None
+    crossed = _cross_validate(store, held)
+    total = _pooled(crossed.scores)
+    r2_body = _pooled(crossed.body).r2 if crossed.body else math.nan
     full = _added([*store.body, *store.first], range(2 * len(store.body)))
     affine, _ = _fitted(full)
-    crossed = isinstance(split, Folds)
     first_share = _first_share(store, held)
-    stream, stream_se = _stream_error(store.sample, maps, out_norm)
+    stream, stream_se = _stream_error(store.sample, crossed.maps, out_norm)
     n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
-    r2_body = pooled_body.r2 if pooled_body else math.nan
+    rank = crossed.effective_rank
+    rank_share = math.inf if rank is None else rank / block.d_out
+    folds = isinstance(split, Folds)  # one split has no spread
     record = BlockProfile(
         index=block.index,
         path=block.path,
         d_in=block.d_in,
         d_out=block.d_out,
-        kind=kind_of(
-            total.r2,
-            r2_body,
-            total.r2_feature["median"],
-            first_share,
-            math.inf if rank_k is None else rank_k / block.d_out,
-        ),
+        kind=kind_of(total.r2, r2_body, total.r2_feature["median"], first_share, rank_share),
         r2=total.r2,
-        r2_se=_standard_error(scores, total.r2) if crossed else None,
+        r2_se=_standard_error(crossed.scores, total.r2) if folds else None,
         r2_body=r2_body,
-        r2_body_se=_standard_error(body_scores, r2_body) if crossed and body_scores else None,
+        r2_body_se=_standard_error(crossed.body, r2_body) if folds and crossed.body else None,
         r2_scalar=total.r2_scalar,
         r2_feature=total.r2_feature,
-        r2_curve=[total.r2 + gain for gain in curve] + [total.r2] if crossed else None,
+        r2_curve=[total.r2 + gain for gain in (*crossed.gains, 0.0)] if folds else None,
         first_share=first_share,
         sink_units=None,
-        effective_rank=rank_k,
+        effective_rank=rank,
         **input_stats(full, affine.rank),
         stream_error=stream,
         stream_error_se=stream_se,
@@ -95,6 +73,36 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
         rows_per_column=n_fit / block.d_in,
     )
     return Measured(record, affine, total.r2_by_feature)
+
+
+@dataclass(frozen=True, eq=False)
+class Crossed:
+    """What fitting on all groups but one and scoring that one gave."""
+
+    scores: list[Score]  # one a held-out group
+    body: list[Score]  # the same without first positions, in the fit and in the score
+    maps: dict[int, Affine]  # by the group that did not take part
+    effective_rank: int | None  # by the last group
+    gains: list[float]  # of fewer fit rows, by the last group: what the learning curve is made of
+
+
+def _cross_validate(store: BlockStore, held: list[int]) -> Crossed:
+    groups = [g for g, size in enumerate(store.sizes) if size]
+    scores: list[Score] = []
+    body: list[Score] = []
+    maps: dict[int, Affine] = {}
+    for f in held:
+        rest = [g for g in groups if g != f]
+        train, test = _added(store.body, rest), store.body[f].copy()
+        if train.n > store.block.d_in and test.n:
+            body.append(score(_fitted(train)[0], test))
+        for g in rest:
+            train.merge(store.first[g])
+        test.merge(store.first[f])
+        maps[f], Z = _fitted(train)
+        scores.append(score(maps[f], test))
+    rank = effective_rank(maps[f], Z, train.mean_x, test)
+    return Crossed(scores, body, maps, rank, _curve(store, rest, test, scores[-1]))
 
 
 def _added(accumulators: Sequence[Accumulator], which: Iterable[int]) -> Accumulator:
