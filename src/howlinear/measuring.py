@@ -25,7 +25,7 @@ from howlinear.stores import BlockStore, Folds, RowSample, Split
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One block's results before they become a record."""
+    """One block's record, the map that is saved, and the R2 of each output feature."""
 
     record: BlockProfile
     affine: Affine

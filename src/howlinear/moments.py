@@ -7,16 +7,15 @@
     affine = fit(moments)           # howlinear.fit, or read S_xx and friends directly
 
 Notation. z = [x, y] is one row, D = d_in + d_out, w its weight (1 unless said), c the **shift**: the mean of the first
-batch. Rows are shifted before anything is summed, and all sums are float64: with an offset of 999 that is worth seven
-digits of 1 - R2. What is kept is
+batch. Rows are shifted before anything is summed, and all sums are float64. What is kept is
 
     n, weight = sum w,  sums = sum w (z - c),  yy = sum w (y - c_y)^2,
     panels    = sum w (x - c_x)(z - c)'     upper triangle of the x part, and all of the y part
 
 `Moments` costs d_in (d_in / 2 + d_out) multiply-adds a row and 8 bytes for each of them, once. `TSQR` keeps the
-triangular factor R of [1, z] instead: twice the digits, about six times the work, four times the room for square
-blocks. It is the referee. Both keep their rows as they came while these take less room than the sums would, so that
-an accumulator that meets few rows (first positions, rarely used experts) costs what it weighs.
+triangular factor R of [1, z] instead: more digits, more work, and two and a half times the room for square blocks. It
+is the referee. Both keep their rows as they came while these take less room than the sums would, so that an accumulator
+that meets few rows (first positions, rarely used experts) costs what it weighs.
 """
 
 from __future__ import annotations
