@@ -28,6 +28,8 @@ _HOME = {
     "windows": "corpus",
     "profile": "profiling",
     "Profile": "profiling",
+    "evaluate": "perplexity",
+    "compare": "perplexity",
 }
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "Moments",
     "Profile",
     "blocks",
+    "compare",
+    "evaluate",
     "fit",
     "load",
     "profile",
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from howlinear.families import blocks, swapped, tap
     from howlinear.models import load
     from howlinear.moments import TSQR, Moments
+    from howlinear.perplexity import compare, evaluate
     from howlinear.profiling import Profile, profile
 
 
