@@ -232,3 +232,19 @@ def test_kinds_do_not_mix():
 def test_no_rows_is_an_error_not_a_nan():
     with pytest.raises(ValueError, match="no rows"):
         _ = Moments(2, 2).mean_x
+
+
+@BOTH
+@pytest.mark.parametrize("n", [2, 40, 500])  # kept as rows, and as sums
+@pytest.mark.parametrize("cut", [1, 7, PANEL, PANEL + 3, 2 * PANEL])
+def test_narrowing_is_never_having_heard_of_a_column(kind, n, cut):
+    x, y = rows(n, d_in=2 * PANEL, offset=3.0)
+    weight = torch.linspace(0.5, 2, n, dtype=torch.float64)
+    wide = filled(kind, x, y, weight)
+    narrow = wide.narrow(cut)
+    assert (narrow.n, narrow.weight, narrow.d_in) == (n, wide.weight, cut)
+    assert_same(narrow, reference(x[:, :cut], y, weight), rtol=1e-11)
+    narrow.update(x[:, :cut], y)  # on its own from here
+    assert (wide.n, narrow.n) == (n, 2 * n)
+    with pytest.raises(ValueError, match="cannot narrow"):
+        wide.narrow(2 * PANEL + 1)

@@ -77,6 +77,15 @@ class Affine:
     def parameters(self) -> int:
         return self.weight.numel() + self.bias.numel()
 
+    @property
+    def multiply_adds(self) -> int:
+        """A row's."""
+        return self.weight.numel()
+
+    def to(self, like: Tensor) -> Affine:
+        """In the dtype and on the device of `like`, so that calls need not convert."""
+        return Affine(self.weight.to(like), self.bias.to(like), self.rank)
+
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """The same map as a layer that can be put in a model."""
         linear = torch.nn.Linear(self.d_in, self.d_out, device=self.weight.device, dtype=dtype)
@@ -84,6 +93,55 @@ class Affine:
             linear.weight.copy_(self.weight)
             linear.bias.copy_(self.bias)
         return linear
+
+
+@dataclass(frozen=True, eq=False)
+class UnitMap:
+    """y ~ W x + b + D h_S: an affine map beside a few hidden units of the block, kept as they are.
+
+    One unit can write rows hundreds of times larger than the rest (the attention sink). Given to
+    the regression as one more input, it leaves the matrix free to fit all other rows.
+    """
+
+    affine: Affine
+    units: tuple[int, ...]  # S
+    write: Tensor  # D (d_out, k)
+    hidden: torch.nn.Module  # x (..., d_in) -> h_S (..., k)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        return self.affine(x) + torch.nn.functional.linear(h, self.write.to(h))
+
+    @classmethod
+    def split(cls, joint: Affine, units: tuple[int, ...], hidden: torch.nn.Module) -> UnitMap:
+        """Of a map fitted on [x, h_S]."""
+        d = joint.d_in - len(units)
+        affine = Affine(joint.weight[:, :d], joint.bias, min(joint.rank, d))
+        return cls(affine, units, joint.weight[:, d:], hidden)
+
+    @property
+    def d_in(self) -> int:
+        return self.affine.d_in
+
+    @property
+    def d_out(self) -> int:
+        return self.affine.d_out
+
+    @property
+    def parameters(self) -> int:
+        """Of W, b, D, and the weights that the kept units are computed with."""
+        own = sum(p.numel() for p in self.hidden.parameters())
+        return self.affine.parameters + self.write.numel() + own
+
+    @property
+    def multiply_adds(self) -> int:
+        """A row's."""
+        own = sum(p.numel() for p in self.hidden.parameters() if p.ndim == 2)
+        return self.affine.multiply_adds + self.write.numel() + own
+
+    def to(self, like: Tensor) -> UnitMap:
+        """W, b and D in the dtype and on the device of `like`; the units are the block's own."""
+        return UnitMap(self.affine.to(like), self.units, self.write.to(like), self.hidden)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,11 +35,13 @@ from torch import Tensor, nn
 __all__ = [
     "FAMILIES",
     "Block",
+    "Chain",
     "Family",
     "Rows",
     "as_module",
     "backbone",
     "blocks",
+    "projection_shape",
     "swapped",
     "tap",
 ]
@@ -179,7 +181,7 @@ def backbone(model: nn.Module) -> nn.Module:
 def as_module(model: nn.Module, block: Block) -> nn.Module:
     """The block as one module x -> y. It shares the model's weights and leaves out dropout."""
     try:
-        return _Chain([attrgetter(path)(model) for path in block.steps])
+        return Chain([attrgetter(path)(model) for path in block.steps])
     except AttributeError as error:
         raise ValueError(
             f"block {block.index} ({block.path}) does not run alone: {error}"
@@ -222,7 +224,7 @@ def _from_pattern(model: nn.Module, wanted: re.Pattern[str]) -> list[Block]:
     for path, module in model.named_modules():
         if not wanted.fullmatch(path) or any(path.startswith(f"{b.path}.") for b in found):
             continue
-        shapes = [shape for part in module.modules() if (shape := _shape(part))]
+        shapes = [shape for part in module.modules() if (shape := projection_shape(part))]
         if shapes and not isinstance(module, _StandIn):
             d_in, d_out = shapes[0][0], shapes[-1][1]
         else:
@@ -273,10 +275,12 @@ def _sizes(model: nn.Module, config: Any, entry: str, down: str) -> tuple[int, i
     first, last = _find(model, entry), _find(model, down)
     if isinstance(first, _StandIn):  # swapped out at the moment
         return first.block.d_in, first.block.d_out, first.block.down is not None
-    inside = [shape for part in first.modules() if (shape := _shape(part))] if first else []
-    shape = _shape(last) or _shape(first)
+    inside = (
+        [shape for part in first.modules() if (shape := projection_shape(part))] if first else []
+    )
+    shape = projection_shape(last) or projection_shape(first)
     if inside and shape:
-        return inside[0][0], shape[1], _shape(last) is not None
+        return inside[0][0], shape[1], projection_shape(last) is not None
     names = ("hidden_size", "d_model", "n_embd", "dim")  # experts are as wide as the model
     widths = [int(w) for name in names if (w := getattr(config, name, None))]
     widths += [d_in for d_in, _ in inside]
@@ -294,11 +298,13 @@ def _look(layer: nn.Module) -> Family | None:
             return Family("", name, down=name + down if down else None, copies=True)
         if ffn is not None and _is_network(ffn):
             order = [n for n, _ in ffn.named_children()] if isinstance(ffn, nn.Sequential) else []
-            downs = (f"{name}.{d}" for d in (*DOWNS, *order[::-1]) if _shape(_find(ffn, d)))
+            downs = (
+                f"{name}.{d}" for d in (*DOWNS, *order[::-1]) if projection_shape(_find(ffn, d))
+            )
             return Family("", name, down=next(downs, None), copies=True)
     for pair in PAIRS:
         first, last = (_find(layer, name) for name in pair)
-        inner = (_shape(first) or (0, -1))[1], (_shape(last) or (-2, 0))[0]
+        inner = (projection_shape(first) or (0, -1))[1], (projection_shape(last) or (-2, 0))[0]
         if isinstance(first, _StandIn) or inner[0] == inner[1]:
             act = next((a for a in ACTIVATIONS if hasattr(layer, a)), ACTIVATIONS[0])
             return Family("", "+".join(pair), (pair[0], act, pair[1]), copies=True)
@@ -309,10 +315,14 @@ def _is_network(module: nn.Module) -> bool:
     """Has weights, is more than one projection, and needs nothing but x."""
     parameters = inspect.signature(module.forward).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return _shape(module) is None and len(required) <= 1 and any(True for _ in module.parameters())
+    return (
+        projection_shape(module) is None
+        and len(required) <= 1
+        and any(True for _ in module.parameters())
+    )
 
 
-def _shape(module: Any) -> tuple[int, int] | None:
+def projection_shape(module: Any) -> tuple[int, int] | None:
     """(inputs, outputs) of a projection: Linear and its quantised kin, or the Conv1D of gpt2."""
     for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
         if hasattr(module, inputs) and hasattr(module, outputs):
@@ -411,19 +421,22 @@ def tap(
     receive: Receive,
     *,
     at: Sequence[Block] | None = None,
-    units: Mapping[int, Tensor] | None = None,
+    units: Mapping[int, Tensor | None] | None = None,
 ) -> Iterator[None]:
     """Call `receive(block, rows)` once per block and forward of `model` or its backbone.
 
     `at` are the blocks to hear (default: all). `units` asks for hidden units, block index -> unit
-    numbers. Padding is what the 2-D attention mask of the call says; a mask of another length than
-    a block's rows (image patches, audio frames, one decoding step) leaves that block's rows alone.
+    numbers, or None for all of them; it may change between forwards. Padding is what the 2-D
+    attention mask of the call says; a mask of another length than a block's rows (image patches,
+    audio frames, one decoding step) leaves that block's rows alone.
 
     Layers that a backward pass runs again (gradient checkpointing) are not heard again. A block
     that runs twice in one forward (shared layers, chunked feed-forward) raises a RuntimeError; so
     does, when the `with` ends without another error, a block that a forward left out.
     """
-    listener = _Listener(model, receive, blocks(model) if at is None else at, units or {})
+    listener = _Listener(
+        model, receive, blocks(model) if at is None else at, {} if units is None else units
+    )
     try:
         listener.attach()
         yield
@@ -440,7 +453,7 @@ class _Listener:
         model: nn.Module,
         receive: Receive,
         at: Sequence[Block],
-        units: Mapping[int, Tensor],
+        units: Mapping[int, Tensor | None],
     ) -> None:
         self.model, self.receive, self.units = model, receive, units
         self.at = list(dict.fromkeys(at))
@@ -522,8 +535,8 @@ class _Listener:
                 f"block {block.index} ({block.path}) ran twice in one forward: layers that share "
                 "weights and chunked feed-forward (chunk_size_feed_forward) cannot be tapped"
             )
-        if part == "hidden":
-            value = value[..., self.units[block.index].to(value.device)]
+        if part == "hidden" and (chosen := self.units[block.index]) is not None:
+            value = value[..., chosen.to(value.device)]
         parts[part] = (value.clone() if part == "y" and block.copies else value).detach()
         if part == ("y" if block.stream is None else "h") and {"x", "y"} <= parts.keys():
             self.heard.add(block)
@@ -667,8 +680,8 @@ class _Give(_StandIn):
         return self.run(x)
 
 
-class _Chain(nn.Module):
-    """Modules in turn, as one x -> y."""
+class Chain(nn.Module):
+    """Modules and functions in turn, as one x -> y."""
 
     def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
         super().__init__()

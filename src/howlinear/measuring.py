@@ -38,7 +38,7 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
     crossed = _cross_validate(store, held)
     total = _pooled(crossed.scores)
     r2_body = _pooled(crossed.body).r2 if crossed.body else math.nan
-    full = _added([*store.body, *store.first], range(2 * len(store.body)))
+    full = _added([*store.body, *store.first], range(2 * len(store.body)), block.d_in)
     affine, _ = _fitted(full)
     first_share = _first_share(store, held)
     stream, stream_se = _stream_error(store.sample, crossed.maps, out_norm)
@@ -60,7 +60,8 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
         r2_feature=total.r2_feature,
         r2_curve=[total.r2 + gain for gain in (*crossed.gains, 0.0)] if folds else None,
         first_share=first_share,
-        sink_units=None,
+        sink_units=store.units,
+        sink_shares=store.shares,
         effective_rank=rank,
         **input_stats(full, affine.rank),
         stream_error=stream,
@@ -87,29 +88,30 @@ class Crossed:
 
 
 def _cross_validate(store: BlockStore, held: list[int]) -> Crossed:
-    groups = [g for g, size in enumerate(store.sizes) if size]
+    groups, d = [g for g, size in enumerate(store.sizes) if size], store.block.d_in
     scores: list[Score] = []
     body: list[Score] = []
     maps: dict[int, Affine] = {}
     for f in held:
         rest = [g for g in groups if g != f]
-        train, test = _added(store.body, rest), store.body[f].copy()
-        if train.n > store.block.d_in and test.n:
+        train, test = _added(store.body, rest, d), store.body[f].narrow(d)
+        if train.n > d and test.n:
             body.append(score(_fitted(train)[0], test))
         for g in rest:
-            train.merge(store.first[g])
-        test.merge(store.first[f])
+            train.merge(store.first[g].narrow(d))
+        test.merge(store.first[f].narrow(d))
         maps[f], Z = _fitted(train)
         scores.append(score(maps[f], test))
     rank = effective_rank(maps[f], Z, train.mean_x, test)
     return Crossed(scores, body, maps, rank, _curve(store, rest, test, scores[-1]))
 
 
-def _added(accumulators: Sequence[Accumulator], which: Iterable[int]) -> Accumulator:
+def _added(accumulators: Sequence[Accumulator], which: Iterable[int], d_in: int) -> Accumulator:
+    """The sum of some accumulators, without the columns of x from `d_in` on."""
     first, *others = which
-    total = accumulators[first].copy()
+    total = accumulators[first].narrow(d_in)
     for g in others:
-        total.merge(accumulators[g])
+        total.merge(accumulators[g].narrow(d_in))
     return total
 
 
@@ -140,12 +142,13 @@ def _curve(store: BlockStore, rest: list[int], test: Accumulator, full: Score) -
 
     One group is enough: all points share its rows, so its own difficulty cancels.
     """
-    gains = []
+    gains, d = [], store.block.d_in
     train = None
     for g in rest[:-1]:
-        train = store.body[g].copy() if train is None else train.merge(store.body[g])
-        train.merge(store.first[g])
-        enough = train.n > store.block.d_in
+        body = store.body[g].narrow(d)
+        train = body if train is None else train.merge(body)
+        train.merge(store.first[g].narrow(d))
+        enough = train.n > d
         gains.append(score(_fitted(train)[0], test).r2 - full.r2 if enough else math.nan)
     return gains
 
@@ -156,8 +159,8 @@ def _first_share(store: BlockStore, held: list[int]) -> float:
     for f in held:
         if not store.first[f].n:
             continue
-        first = store.first[f].copy()
-        both = _added([store.body[f], first], (0, 1)) if store.body[f].n else first
+        first = store.first[f].narrow(store.block.d_in)
+        both = first.copy().merge(store.body[f].narrow(store.block.d_in))
         away = (first.mean_y - both.mean_y).square()
         part += float((first.S_yy + first.weight * away).sum())
         whole += float(both.S_yy.sum())
@@ -171,7 +174,11 @@ def _stream_error(
     ratios = []
     for f, affine in maps.items():
         at = sample.group == f
-        x, y, size = sample.x[at].double(), sample.y[at].double(), sample.stream[at].double()
+        x, y, size = (
+            sample.x[at, : affine.d_in].double(),
+            sample.y[at].double(),
+            sample.stream[at].double(),
+        )
         guess = affine(x.to(affine.weight.device)).cpu()
         if out_norm is not None:
             y, guess = _through(out_norm, y), _through(out_norm, guess)

@@ -185,6 +185,28 @@ class Accumulator:
             setattr(twin, name, getattr(self, name).clone())
         return twin
 
+    def narrow(self, d_in: int) -> Self:
+        """An accumulator of its own that never heard of the columns of x from `d_in` on."""
+        if not 1 <= d_in <= self.d_in:
+            raise ValueError(f"cannot narrow {self.d_in} columns to {d_in}")
+        if d_in == self.d_in:
+            return self.copy()
+        shift = None if self.shift is None else self._without(self.shift, d_in)
+        twin = type(self)(d_in, self.d_out, shift=shift, device=self.device)
+        twin.n, twin.weight, twin.eps = self.n, self.weight, self.eps
+        if self._kept.n:
+            x, y, weight = self._kept.rows()
+            twin._kept.add(x[:, :d_in], y, weight)
+        if self._filled:
+            twin._allocate()
+            twin._filled = True
+            self._narrow_sums(twin)
+        return twin
+
+    def _without(self, row: Tensor, d_in: int, lead: int = 0) -> Tensor:
+        """The last dimension [lead, x, y] of `row` without the columns of x from `d_in` on."""
+        return torch.cat([row[..., : lead + d_in], row[..., lead + self.d_in :]], -1)
+
     def _fill(self) -> None:
         """Turn kept rows into sums; from here on rows go straight into them."""
         if self._filled:
@@ -357,6 +379,9 @@ class Accumulator:
     def _combine(self, other: Self) -> None:
         raise NotImplementedError
 
+    def _narrow_sums(self, twin: Self) -> None:
+        raise NotImplementedError
+
 
 class Moments(Accumulator):
     """Centred second moments of rows, in one pass and constant memory."""
@@ -417,6 +442,14 @@ class Moments(Accumulator):
         self._panels += other._panels
         self._total += total
         self._yy += yy
+
+    def _narrow_sums(self, twin: Self) -> None:
+        twin._total.copy_(self._without(self._total, twin.d_in))
+        twin._yy.copy_(self._yy)
+        for (i, mine), (_, theirs) in zip(self._views(), twin._views(), strict=False):
+            cut = twin.d_in - i
+            theirs[:, :cut] = mine[: len(theirs), :cut]
+            theirs[:, cut:] = mine[: len(theirs), self.d_in - i :]
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -486,6 +519,9 @@ class TSQR(Accumulator):
         R = other._R.clone()
         R[:, 1:] += torch.outer(R[:, 0], other.shift - self.shift)
         self._R = torch.linalg.qr(torch.cat([self._R, R]), mode="r").R
+
+    def _narrow_sums(self, twin: Self) -> None:
+        twin._R = torch.linalg.qr(self._without(self._R, twin.d_in, lead=1), mode="r").R
 
     def root(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
         """(R_xx, R_xy) with R_xx' R_xx = S_xx and R_xx' R_xy = S_xy. R_xx is upper triangular."""

@@ -47,6 +47,7 @@ from howlinear.stores import (
     check_rows,
     is_wide,
 )
+from howlinear.units import writes
 
 PROTOCOLS = ("default", "paper")
 
@@ -165,7 +166,10 @@ class Profile:
 
 
 def read_moments(folder: str | Path, block: BlockProfile) -> dict[str, list[Accumulator]]:
-    """One block's accumulators from a run folder: {"body": one a fold, "first": one a fold}."""
+    """One block's accumulators from a run folder: {"body": one a fold, "first": one a fold}.
+
+    Their x is the block's input with its sink units as last columns: see `Accumulator.narrow`.
+    """
     path = Path(folder) / "moments.safetensors"
     state = _read_tensors(path, prefix=f"{block.index}.")
     parts: dict[str, list[Accumulator]] = {}
@@ -180,7 +184,7 @@ def read_moments(folder: str | Path, block: BlockProfile) -> dict[str, list[Accu
             kind = bytes(mine["kind"].flatten().tolist()) if "kind" in mine else b""
             new = TSQR if kind == b"TSQR" else Moments
             try:
-                accumulator = new(block.d_in, block.d_out)
+                accumulator = new(block.d_in + len(block.sink_units or ()), block.d_out)
                 accumulator.load_state_dict(mine)
             except ValueError as err:
                 raise ValueError(f"{path}: block {block.index}, fold {g}, {part}: {err}") from None
@@ -240,7 +244,7 @@ def profile(
         check_rows(len(windows), windows.shape[1], max(b.d_in for b in at), split)
     device = next(model.parameters()).device
     where = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
-    stores = [BlockStore.make(b, split.groups, solver, seed, where) for b in at]
+    stores = [BlockStore(b, split.groups, solver, seed, where, norms=writes(model, b)) for b in at]
     tokens = _pass(model, _batches(windows, batch_size), stores, split, progress)
     for store in stores:
         _check_store(store, split)
@@ -291,14 +295,18 @@ def _pass(
     device = next(model.parameters()).device
     extra = {"use_cache": False} if "use_cache" in inspect.signature(net.forward).parameters else {}
     by_index = {store.block.index: store for store in stores}
+    # all hidden units at first, then those that the store chose
+    units: dict[int, Tensor | None] = {i: None for i, s in by_index.items() if s.norms is not None}
     number, tokens, offsets = 0, 0, [0]
-
     heard = 0
 
     def receive(block: Block, rows: Rows) -> None:
         try:
             with torch.inference_mode(False), torch.no_grad():
-                by_index[block.index].update(rows, offsets, split)
+                store = by_index[block.index]
+                store.update(rows, offsets, split)
+                if store.units is not None:
+                    units[block.index] = torch.tensor(store.units)
         except ValueError as err:
             raise ValueError(f"block {block.index} ({block.path}), batch {number}: {err}") from None
         nonlocal heard
@@ -306,7 +314,10 @@ def _pass(
         if heard == len(stores):
             raise _Enough  # what the model would do from here on, nobody needs
 
-    with torch.inference_mode(), tap(model, receive, at=[store.block for store in stores]):
+    with (
+        torch.inference_mode(),
+        tap(model, receive, at=[store.block for store in stores], units=units),
+    ):
         for number, (inputs, count, length) in enumerate(batches):  # noqa: B007
             offsets = [tokens + i * length for i in range(count)]
             heard = 0

@@ -54,6 +54,7 @@ class BlockProfile:
     r2_curve: list[float] | None
     first_share: float | None
     sink_units: list[int] | None
+    sink_shares: list[float] | None
     effective_rank: int | None
     input_rank: int
     input_condition: float | None

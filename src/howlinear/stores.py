@@ -5,7 +5,9 @@
     store.update(rows, offsets, split)      # rows as `tap` hands them, offsets of their windows
 
 A **group** is a fold, or one side of the paper's split. For each group a store has one accumulator
-for first positions and one for the rest, so that scores with and without them share the sums.
+for first positions and one for the rest, so that scores with and without them share the sums. Where
+hidden units of the block are given too, the few that write the first position (**sink units**) are
+found in the first rows and join x as its last columns: maps with and without them share the sums.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from howlinear.families import Block, Rows
 from howlinear.moments import TSQR, Accumulator, Moments
+from howlinear.units import MOST, sinks
 
 CELL = 2048  # tokens that stay together in a fold
 SAMPLE = 512  # rows kept for stream_error
@@ -117,15 +120,15 @@ def _resized(split: Split, rows: int) -> Split:
 class RowSample:
     """A uniform sample of rows of fixed size, the same for the same seed and row order."""
 
-    def __init__(self, block: Block, seed: int, size: int = SAMPLE) -> None:
+    def __init__(self, d_in: int, d_out: int, seed: int, size: int = SAMPLE) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.keys = torch.full((size,), torch.inf)
         self.group = torch.full((size,), -1)
-        self.x = torch.zeros(size, block.d_in)
-        self.y = torch.zeros(size, block.d_out)
+        self.x = torch.zeros(size, d_in)
+        self.y = torch.zeros(size, d_out)
         self.stream = torch.zeros(size)
 
-    def update(self, rows: Rows, group: Tensor) -> None:
+    def update(self, x: Tensor, rows: Rows, group: Tensor) -> None:
         """Rows with the smallest random keys stay. `group` (n,) is each row's fold."""
         if rows.h is None:
             return
@@ -136,52 +139,79 @@ class RowSample:
         stays[kept[kept < size]] = True
         slots = (~stays).nonzero().flatten()
         self.keys[slots], self.group[slots] = keys[new], group[new]
-        at = new.to(rows.x.device)
-        self.x[slots] = rows.x[at].float().cpu()
+        at = new.to(x.device)
+        self.x[slots] = x[at].float().cpu()
         self.y[slots] = rows.y[at].float().cpu()
         self.stream[slots] = rows.h[at].float().square().sum(-1).cpu()
 
 
-@dataclass
 class BlockStore:
-    """One block's accumulators: for each group, rows past the first position, and first ones."""
+    """One block's accumulators: for each group, rows past the first position, and first ones.
 
-    block: Block
-    body: list[Accumulator]
-    first: list[Accumulator]
-    sample: RowSample
+    `norms` (m,) are what each hidden unit writes, squared (`units.writes`). With them, sink units
+    are chosen when the first rows come, and `units` holds their numbers, `shares` their shares.
+    """
 
-    @classmethod
-    def make(
-        cls, block: Block, groups: int, solver: str, seed: int, device: torch.device
-    ) -> BlockStore:
-        new = SOLVERS[solver]
-        body = [new(block.d_in, block.d_out, device=device) for _ in range(groups)]
-        first = [new(block.d_in, block.d_out, device=device) for _ in range(groups)]
-        return cls(block, body, first, RowSample(block, seed))
+    def __init__(
+        self,
+        block: Block,
+        groups: int,
+        solver: str,
+        seed: int,
+        device: torch.device,
+        norms: Tensor | None = None,
+    ) -> None:
+        self.block, self.norms = block, norms
+        self.units: list[int] | None = None
+        self.shares: list[float] | None = None
+        self._make = lambda width: [
+            SOLVERS[solver](width, block.d_out, device=device) for _ in range(groups)
+        ]
+        self._seed = seed
+        self._begin(0)
+
+    def _begin(self, extra: int) -> None:
+        width = self.block.d_in + extra
+        self.body: list[Accumulator] = self._make(width)
+        self.first: list[Accumulator] = self._make(width)
+        self.sample = RowSample(width, self.block.d_out, self._seed)
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
+        x, y = self._columns(rows), rows.y
         length = rows.shape[1] if rows.shape else 1 + int(rows.position.max())
         group = torch.empty(len(offsets), length, dtype=torch.long)
         for g, w, p in split.pieces(offsets, length):
             group[w, p] = g
             if rows.shape:
-                x, y = (t.view(*rows.shape, -1)[w, p] for t in (rows.x, rows.y))
-                self._share_shift(x, y)
+                xs, ys = (t.view(*rows.shape, -1)[w, p] for t in (x, y))
+                self._share_shift(xs, ys)
                 if p.start == 0:
-                    self.first[g].update(x[:, 0], y[:, 0])
-                    x, y = x[:, 1:], y[:, 1:]
-                self.body[g].update(x, y)
+                    self.first[g].update(xs[:, 0], ys[:, 0])
+                    xs, ys = xs[:, 1:], ys[:, 1:]
+                self.body[g].update(xs, ys)
         flat = group.flatten()
         if not rows.shape:  # padding was left out: rows stand one by one
             window, position = rows.window.cpu(), rows.position.cpu()
             flat = group[window, position]
-            self._share_shift(rows.x, rows.y)
+            self._share_shift(x, y)
             for g in flat.unique().tolist():
                 for store, which in ((self.first, position == 0), (self.body, position > 0)):
-                    at = ((flat == g) & which).nonzero().flatten().to(rows.x.device)
-                    store[g].update(rows.x[at], rows.y[at])
-        self.sample.update(rows, flat)
+                    at = ((flat == g) & which).nonzero().flatten().to(x.device)
+                    store[g].update(x[at], y[at])
+        self.sample.update(x, rows, flat)
+
+    def _columns(self, rows: Rows) -> Tensor:
+        """x, and beside it the sink units, which the first rows tell."""
+        if self.norms is None or rows.hidden is None:
+            return rows.x
+        hidden = rows.hidden
+        if self.units is None:
+            first = hidden[(rows.position == 0).nonzero().flatten()]
+            chosen, shares = sinks(first, self.norms)
+            self.units, self.shares = chosen.tolist(), shares.tolist()
+            self._begin(len(self.units))
+            hidden = hidden[:, chosen.to(hidden.device)]
+        return torch.cat([rows.x, hidden.to(rows.x)], 1)
 
     def _share_shift(self, x: Tensor, y: Tensor) -> None:
         """All accumulators of a block shift by the same mean, so that they add up fast."""
@@ -209,8 +239,9 @@ def needs(at: Sequence[Block], windows: int, folds: int, solver: str = "moments"
     """What a profile of `windows` windows will take, before it starts."""
     memory = disk = work = 0
     for block in at:
-        d, width = block.d_in, block.d_in + block.d_out
-        each = 8 * SOLVERS[solver](block.d_in, block.d_out).size
+        d = block.d_in + (MOST if block.down else 0)
+        width = d + block.d_out
+        each = 8 * SOLVERS[solver](d, block.d_out).size
         rows = min(4 * windows * width, folds * each)  # first positions
         memory += folds * each + rows + 4 * SAMPLE * width + 8 * d * block.d_out
         disk += folds * each + rows + 8 * d * block.d_out

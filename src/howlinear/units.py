@@ -1,0 +1,143 @@
+"""A few hidden units of a block, taken out of it: which of them write the attention sink, and how to
+compute them without the rest.
+
+    taken(model, block, [217])          # a module x (..., d_in) -> h (..., 1), from one row of weights
+    sinks(hidden, writes(model, block)) # the units that write the first position, and their shares
+
+Hidden units are what the block's last projection reads. Unit j of a gated block is
+act(gate_j . x) (up_j . x): it needs row j of each projection before the last, and nothing else. So a
+block cut down to the units S is the same module with narrower projections, whatever its family does
+between them. That it does nothing else between them is tried on random rows, not assumed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.families import Block, Chain, as_module, projection_shape
+
+MOST = 4  # units offered to a map
+
+
+def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
+    """The chosen hidden units as a module x -> h_S with weights of its own.
+
+    A block whose units do not come out alone (experts, quantised weights, anything that mixes
+    units before the last projection) raises a ValueError.
+    """
+    made = _sliced(model, block, torch.as_tensor(units, dtype=torch.long))
+    weight = next(made.parameters())
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4, block.d_in, generator=g).to(weight)
+    want: list[Tensor] = []
+    hook = attrgetter(str(block.down))(model).register_forward_pre_hook(
+        lambda _, args: want.append(args[0])
+    )
+    try:
+        with torch.no_grad():
+            as_module(model, block)(x)
+            got = made(x)
+    finally:
+        hook.remove()
+    close = 8 * block.d_in * torch.finfo(weight.dtype).eps * want[0].abs().max()  # of a dot product
+    if not torch.allclose(got, want[0][:, list(units)], rtol=0, atol=float(close)):
+        raise ValueError(f"{_name(block)} mixes its hidden units before the last projection")
+    return made
+
+
+def writes(model: nn.Module, block: Block) -> Tensor | None:
+    """(m,) squared norms of what each hidden unit writes; None where units do not come out alone."""
+    try:
+        taken(model, block, [0])
+    except ValueError:
+        return None
+    down = attrgetter(str(block.down))(model)
+    return _weight(down).detach().double().square().sum(0)
+
+
+def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
+    """The units that write most, on rows `hidden` (n, m) of first positions: (units, shares).
+
+    A unit's energy is its mean squared activation times the squared norm of what it writes; shares
+    are of the energy of all units.
+    """
+    energy = hidden.double().square().mean(0).to(norms.device) * norms
+    shares, units = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).topk(
+        min(most, len(energy))
+    )
+    return units.cpu(), shares.cpu()
+
+
+def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
+    if block.down is None:
+        raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
+    try:
+        down, *steps = [attrgetter(path)(model) for path in (block.down, *block.steps)]
+    except AttributeError as error:  # swapped out at the moment
+        raise ValueError(f"{_name(block)} has no hidden units: {error}") from None
+    m = _weight(down).shape[1]
+    narrow: dict[nn.Module, nn.Module] = {down: _Through(_weight(down))}
+    for step in steps:
+        for module in step.modules() if isinstance(step, nn.Module) else ():
+            shape = projection_shape(module)
+            if module is down or shape is None:
+                continue
+            if shape[1] not in (m, 2 * m):
+                raise ValueError(f"{_name(block)} has a projection to {shape[1]}, not to {m} units")
+            rows = torch.cat([units + start for start in range(0, shape[1], m)])  # 2 m: gate and up
+            weight, bias = _weight(module), getattr(module, "bias", None)
+            linear = nn.Linear(shape[0], len(rows), bias=bias is not None, device="meta")
+            at = rows.to(weight.device)
+            linear.weight = nn.Parameter(weight.detach()[at].contiguous(), requires_grad=False)
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.detach()[at], requires_grad=False)
+            narrow[module] = linear
+    return Chain([_rebuilt(step, narrow) for step in steps])
+
+
+class _Through(nn.Identity):
+    """In place of the last projection. T5 asks that one for the dtype of its weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)
+
+
+def _rebuilt(step: Any, narrow: dict[nn.Module, nn.Module]) -> Any:
+    """The same module tree with some modules replaced; what is not replaced is shared."""
+    if not isinstance(step, nn.Module):  # an activation function
+        return step
+    if step in narrow:
+        return narrow[step]
+    twin = copy.copy(step)
+    twin.__dict__ = {
+        **step.__dict__,
+        "_modules": {},
+        "_forward_hooks": {},
+        "_forward_pre_hooks": {},
+    }
+    twin.__dict__.pop("forward", None)  # bound to the original, where somebody wrapped it
+    for name, child in step._modules.items():
+        twin._modules[name] = None if child is None else _rebuilt(child, narrow)
+    return twin
+
+
+def _weight(projection: nn.Module) -> Tensor:
+    """(outputs, inputs), whichever way round it is kept."""
+    weight, shape = getattr(projection, "weight", None), projection_shape(projection)
+    if shape is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise ValueError(f"{type(projection).__name__} has no plain weights to take units from")
+    conv1d = hasattr(projection, "nf")  # gpt2's keeps (inputs, outputs)
+    if tuple(weight.shape) != (shape if conv1d else shape[::-1]):
+        raise ValueError(f"{type(projection).__name__} keeps its weights in a way of its own")
+    return weight.t() if conv1d else weight
+
+
+def _name(block: Block) -> str:
+    return f"block {block.index} ({block.path})"
