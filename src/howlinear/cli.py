@@ -41,6 +41,21 @@ class Bos(StrEnum):
     never = "never"
 
 
+class Units(StrEnum):
+    auto = "auto"
+    none = "0"
+    one = "1"
+    two = "2"
+    four = "4"
+
+
+class Weighting(StrEnum):
+    none = "none"
+    body = "body"
+    stream = "stream"
+    output = "output"
+
+
 INTERRUPTED = 130  # exit code, as of a shell
 
 # typer brings a click of its own in some versions and asks for the real one in others
@@ -199,7 +214,107 @@ def profile(
     console.print(f"results in {out}", markup=False, soft_wrap=True)
 
 
-# -- what the command needs -----------------------------------------------------------------------
+@app.command()
+def swap(
+    run: Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")],
+    tokens: Annotated[
+        int, typer.Option(help="Tokens to predict; half as many to choose units by.", min=1)
+    ] = 4096,
+    units: Annotated[
+        Units, typer.Option(help="Sink units that a map keeps; auto: chosen for each block.")
+    ] = Units.auto,
+    blocks: Annotated[
+        str | None, typer.Option(help="Blocks to swap: 3,5,9-12 or a regular expression.")
+    ] = None,
+    weighting: Annotated[
+        Weighting,
+        typer.Option(
+            help="Rows in the fit: none, without first positions (body), by 1/|h| (stream) or "
+            "by 1/|y|^2 (output)."
+        ),
+    ] = Weighting.none,
+    protocol: Annotated[
+        str, typer.Option(help="windows-N, stride-LENGTH-STRIDE or gptq-2048.")
+    ] = "windows-128",
+    batch_size: Annotated[int, typer.Option(help="Windows run at once.", min=1)] = 8,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print swap.json and nothing else.")
+    ] = False,
+) -> None:
+    """Replace each block alone by its map and measure what that costs."""
+    from howlinear import records
+
+    asked, about = _asked(run)
+    text = _text(*asked["text"])
+    if text.fingerprint() != about["corpus"]["fingerprint"]:
+        raise ValueError(f"the text of {run} has changed since: profile again ({text.name})")
+
+    from howlinear import models
+    from howlinear.perplexity import Protocol as Cut
+    from howlinear.swap import measure_swaps
+
+    cut = Cut.parse(protocol)
+    say(f"loading {asked['model'] or 'the built-in model'}")
+    net, tokenizer = models.load(
+        asked["model"],
+        revision=asked["revision"],
+        dtype=asked["dtype"],
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    _check_model(run, about["model"], models.describe(net, asked["model"], asked["revision"]))
+    bos = about["settings"].get("bos", "auto")
+    report, n_bytes = _held_out(text.report(), net, tokenizer, cut, tokens, bos)
+    choose, _ = _held_out(text.choose(), net, tokenizer, cut, max(tokens // 2, 1), bos)
+    fit = None
+    if weighting in (Weighting.stream, Weighting.output):
+        length, budget = about["settings"]["window"], about["settings"]["tokens"]
+        from howlinear import corpus
+
+        fit = _inputs(net, corpus.windows(text.fit, tokenizer, length, tokens=budget, bos=bos), 8)
+    with progress_bars() as begin:
+        result = measure_swaps(
+            net,
+            run,
+            choose=_inputs(net, choose, batch_size),
+            report=_inputs(net, report, batch_size),
+            fit=fit,
+            at=blocks,
+            units=units.value if units is Units.auto else int(units.value),
+            weighting=weighting.value,
+            protocol=cut,
+            n_bytes=n_bytes,
+            batch_size=batch_size,
+            progress=begin,
+        )
+    result.about.update(
+        model=about["model"],
+        corpus={"name": text.name, "choose": text.parts[1], "report": text.parts[2]},
+        command=shlex.join(["howlinear", *sys.argv[1:]]),
+        versions=_versions(),
+    )
+    result.save(run)
+    if as_json:
+        print(records.dumps(result.to_dict()))
+        return
+    from rich.console import Console
+
+    from howlinear.terminal import show_swaps
+
+    console = Console(highlight=False)
+    show_swaps(console, result.to_dict(), result.blocks)
+    console.print(f"results in {run / 'swap.json'}", markup=False, soft_wrap=True)
+
+
+# -- what the commands need ----------------------------------------------------------------------
 
 
 def _text(
@@ -212,6 +327,55 @@ def _text(
     if text_file:
         return corpus.from_file(text_file)
     return corpus.from_dataset(dataset, config, split, column) if dataset else corpus.builtin()
+
+
+def _asked(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run was asked for, and profile.json itself."""
+    from howlinear import records
+
+    about = records.read_json(run / "profile.json", "profile")
+    asked, wanted = about.get("asked"), ("model", "revision", "dtype", "text")
+    parts = [about.get(name) for name in ("model", "corpus", "settings")]
+    if not isinstance(asked, dict) or not all(name in asked for name in wanted):
+        raise ValueError(
+            f"{run} does not say how its model and text were loaded, as `howlinear profile` would: "
+            "call howlinear.swap_costs from Python"
+        )
+    if not all(isinstance(part, dict) for part in parts) or len(asked["text"]) != 5:
+        raise ValueError(f"{run / 'profile.json'} lacks model, corpus or settings: profile again")
+    if asked["text"][0] == "-":
+        raise ValueError(f"{run} read its text from stdin: save it, profile it with --text-file")
+    return asked, about
+
+
+def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in ("family", "revision", "parameters", "weights"):
+        if before.get(name) != now[name]:
+            raise ValueError(
+                f"{run} was made with another model: {name} was {before.get(name)}, "
+                f"{now['id']} has {now[name]}: profile again"
+            )
+
+
+def _held_out(
+    text: str, net: Any, tokenizer: Any, cut: Any, tokens: int, bos: str
+) -> tuple[Any, int | None]:
+    """Tokens of a held-out text, as the protocol cuts them, and the bytes that it predicts."""
+    import torch
+
+    from howlinear import corpus
+
+    if not text.strip():
+        raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
+    if cut.stride != cut.length or cut.name.startswith("gptq"):  # one stream, nothing around it
+        ids = torch.tensor(corpus.first_tokens(text, tokenizer, max(tokens + 1, cut.length)))
+        predicted = [ids[first:end] for _, end, first in cut.cut(len(ids))]
+    else:
+        length = _fitting(net, tokenizer, cut.length)
+        count = -(-tokens // (length - 1))
+        ids = corpus.windows(text, tokenizer, length, tokens=count * length, bos=bos)
+        predicted = list(ids[:, 1:])
+    return ids, sum(len(tokenizer.decode(part).encode()) for part in predicted)
 
 
 def _slug(model: str | None) -> str:
@@ -316,7 +480,23 @@ def say(message: str, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def progress_bar(tokens: int) -> Iterator[Callable[[int], None]]:
-    """Tokens done, tokens a second and time left; only where somebody watches."""
+    """The bar of a profile, which solves when all tokens are read."""
+    with progress_bars() as begin:
+        advance, left = begin("profiling", tokens), tokens
+
+        def done(count: int) -> None:
+            nonlocal left
+            left -= count
+            advance(count)
+            if left <= 0:
+                begin("solving", 0)
+
+        yield done
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Tokens done, tokens a second and time left, of one thing after another; where somebody watches."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -331,17 +511,21 @@ def progress_bar(tokens: int) -> Iterator[Callable[[int], None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("profiling", total=tokens, rate="")
 
-        def advance(done: int) -> None:
-            bar.advance(task, done)
-            speed = bar.tasks[0].speed
-            if speed:
-                bar.update(task, rate=f"{speed:.0f}/s")
-            if bar.tasks[0].finished:
-                bar.update(task, description="solving  ")
+        def begin(what: str, tokens: int) -> Callable[[int], None]:
+            for task in bar.tasks:
+                bar.update(task.id, visible=False)
+            number = bar.add_task(what, total=tokens or None, rate="")
 
-        yield advance
+            def advance(done: int) -> None:
+                bar.advance(number, done)
+                speed = bar.tasks[-1].speed
+                if speed:
+                    bar.update(number, rate=f"{speed:.0f}/s")
+
+            return advance
+
+        yield begin
 
 
 def main() -> None:

@@ -394,20 +394,21 @@ class Rows:
         return self.h.to(torch.promote_types(self.h.dtype, torch.float32)).square().sum(-1)
 
     @cached_property
-    def _flat(self) -> Tensor:
+    def kept(self) -> Tensor:
+        """(n,), which of the B L positions the rows are, ascending."""
         every = torch.arange(math.prod(self._lead), device=self.x.device)
         return every if self._keep is None else self._keep
 
     @cached_property
     def window(self) -> Tensor:
         """(n,), which window of the batch a row is from."""
-        return self._flat // self._lead[1]
+        return self.kept // self._lead[1]
 
     @cached_property
     def position(self) -> Tensor:
         """(n,), position in the window, 0 at its first real token: left padding does not count."""
         batch, length = self._lead
-        column = self._flat % length
+        column = self.kept % length
         first = torch.full((batch,), length, device=column.device)
         return column - first.scatter_reduce(0, self.window, column, "amin")[self.window]
 

@@ -66,6 +66,7 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
         **input_stats(full, affine.rank),
         stream_error=stream,
         stream_error_se=stream_se,
+        swap_signal=None,
         rmse=total.rmse,
         residual_norm=total.residual_norm,
         output_norm=total.output_norm,

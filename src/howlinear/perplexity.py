@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from howlinear.families import backbone
+from howlinear.resuming import answering
 
 CHUNK = 2**22  # logits at a time: 16 MB in float32, which the scores then find near
 EMPTY = "the text is empty: there is no token to predict"
@@ -277,7 +278,7 @@ def head_logits(model: nn.Module, states: Tensor) -> Tensor:
     ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=states.device)
     decoder: Any = getattr(model, "get_decoder", lambda: model)  # what opt calls
     nets = {backbone(model), decoder()} - {model}
-    with torch.no_grad(), _answering(nets, flat), _evaluating(model):
+    with torch.no_grad(), answering(dict.fromkeys(nets, _Answer((flat,)))), _evaluating(model):
         logits = model(input_ids=ids).logits
     return logits.float().reshape(*states.shape[:-1], -1)
 
@@ -291,20 +292,6 @@ class _Answer(tuple[Tensor]):
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-@contextmanager
-def _answering(nets: Iterable[nn.Module], states: Tensor) -> Iterator[None]:
-    before = {net: net.__dict__.get("forward") for net in nets}  # accelerate keeps its own there
-    try:
-        for net in before:
-            net.__dict__["forward"] = lambda *args, **kwargs: _Answer((states,))
-        yield
-    finally:
-        for net, forward in before.items():
-            del net.__dict__["forward"]
-            if forward is not None:
-                net.__dict__["forward"] = forward
 
 
 @contextmanager
@@ -490,6 +477,12 @@ class Comparison:
     @property
     def changed(self) -> Loss:
         return Loss(self.protocol, self.counts, self.nll_changed)
+
+    def gain_over(self, other: Comparison) -> tuple[float, float]:
+        """How many nats a token this change is better than another, on the same tokens; and its
+        standard error, paired by window."""
+        gain = other.nll_changed - self.nll_changed
+        return _ratio(gain, self.counts), _spread(_rest(gain, self.counts), self.counts)
 
     @property
     def delta_ppl(self) -> float:

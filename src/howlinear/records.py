@@ -16,10 +16,10 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 SCHEMA = 1
 MAX_JSON = 64 * 2**20  # bytes; a larger file is not one of ours
@@ -34,10 +34,42 @@ TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
     "list[float]": list,
     "dict[str, float]": dict,
 }
+COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
+
+
+class _Record:
+    """One block's fields, to and from JSON."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        every: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
+        if missing := [f.name for f in every if f.name not in data]:
+            raise ValueError(f"a block lacks {', '.join(missing)}")
+        for f in every:
+            value, types = data[f.name], str(f.type).split(" | ")
+            if not any(_admits(t, value) for t in types) and not (
+                value is None and "float" in types
+            ):
+                raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
+            if f.name in COUNTS and value is not None and value < 0:
+                raise ValueError(f"a block's {f.name} is {value}, expected a count")
+        return cls(**{f.name: data[f.name] for f in every})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+
+def _admits(annotation: str, value: Any) -> bool:
+    """Does a field of this type hold this? null stands for NaN in a float's place."""
+    if isinstance(value, bool) or not isinstance(value, TYPES[annotation]):
+        return False
+    if annotation == "list[int]":
+        return all(_admits("int", v) and v >= 0 for v in value)
+    return True
 
 
 @dataclass(frozen=True)
-class BlockProfile:
+class BlockProfile(_Record):
     """How linear one block is. Every field is defined in docs/fields.md."""
 
     index: int
@@ -62,6 +94,7 @@ class BlockProfile:
     input_range: float | None
     stream_error: float | None
     stream_error_se: float | None
+    swap_signal: float | None
     rmse: float
     residual_norm: float
     output_norm: float
@@ -69,24 +102,35 @@ class BlockProfile:
     n_heldout: int
     rows_per_column: float
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> BlockProfile:
-        names = [f.name for f in fields(cls)]
-        if missing := [name for name in names if name not in data]:
-            raise ValueError(f"a block lacks {', '.join(missing)}")
-        for f in fields(cls):
-            value, names_of = data[f.name], str(f.type).split(" | ")
-            fits = any(isinstance(value, TYPES[t]) for t in names_of) and not isinstance(
-                value, bool
-            )
-            if not fits and not (value is None and "float" in names_of):  # NaN was written as null
-                raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
-            if isinstance(value, int) and value < 0:
-                raise ValueError(f"a block's {f.name} is {value}, expected a count")
-        return cls(**{name: data[name] for name in names})
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+@dataclass(frozen=True)
+class BlockSwap(_Record):
+    """What replacing one block by its map costs. Every field is defined in docs/fields.md."""
+
+    index: int
+    path: str
+    units: list[int]
+    weighting: str
+    delta_nll: float | None
+    delta_nll_se: float | None
+    delta_ppl: float | None
+    delta_ppl_se: float | None
+    kl: float | None
+    kl_se: float | None
+    top1: float | None
+    top1_se: float | None
+    delta_nll_plain: float | None
+    delta_nll_zero: float | None
+    delta_nll_mean: float | None
+    delta_ppl_plain: float | None
+    delta_ppl_zero: float | None
+    delta_ppl_mean: float | None
+    cosine: float
+    rmse: float
+    stream_error: float | None
+    params_saved: int
+    multiply_adds_saved: int
+    swap_signal: float | None
 
 
 KINDS = (

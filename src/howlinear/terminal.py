@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from howlinear.records import BlockProfile
+from howlinear.records import BlockProfile, BlockSwap
 
 COLOURS = {
     "broadly linear": "green",
@@ -90,5 +90,61 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
         pair = f"blocks {s['largest_jump_after']} and {s['largest_jump_before']}"
         console.print(f"largest jump {number(s['largest_jump'])}, between {pair}")
     console.print(f"rank correlation of R2 with depth {number(s['depth_spearman'], 2)}")
+    for note in data["notes"]:
+        console.print(plain(f"note: {note}"))
+
+
+def signed(value: float | None) -> str:
+    """A difference in four figures or so, whatever its size."""
+    if value is None or value != value:
+        return "-"
+    digits = 2 if abs(value) < 100 else 0
+    return f"{value:+.{digits}f}" if abs(value) < 1e5 else f"{value:+.1e}"
+
+
+def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) -> None:
+    """The table that `howlinear swap` prints."""
+    model, text, settings = data["model"], data["corpus"], data["settings"]
+    console.print(plain(f"{model['id']}, {len(blocks)} blocks, each replaced alone"))
+    base = data["base"]
+    if base is not None:
+        bits = base["bits_per_byte"]
+        shown = f"perplexity {base['perplexity']:.2f} ± {base['perplexity_se']:.2f}"
+        shown += "" if bits is None else f", {bits:.3f} bits a byte"
+        where = f"{text['name']} {text['report']}, {settings['protocol']}, {base['tokens']} tokens"
+        console.print(plain(f"{shown} as it is ({where})"))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("#", justify="right")
+    names = ["Δppl ± se", "units", "plain", "zero", "mean", "KL", "top-1"] if base else []
+    wide = console.width >= 120
+    extra = ["cosine", "rmse", "stream err."] if wide or not base else []
+    for name in (*names, *extra, "params", "signal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for b in blocks:
+        cells = []
+        if base is not None:
+            se = "" if b.delta_ppl_se is None else f" ±{b.delta_ppl_se:.2f}"
+            cells += [
+                signed(b.delta_ppl) + se,
+                str(len(b.units)),
+                signed(b.delta_ppl_plain),
+                signed(b.delta_ppl_zero),
+                signed(b.delta_ppl_mean),
+                number(b.kl),
+                number(b.top1),
+            ]
+        if extra:
+            cells += [number(b.cosine), number(b.rmse, 4), number(b.stream_error, 4)]
+        signal = "-" if b.swap_signal is None else f"{b.swap_signal:.2g}"
+        table.add_row(str(b.index), *cells, f"{-b.params_saved / 1e6:+.2f}M", signal)
+    console.print(table)
+    if base is not None:
+        console.print(
+            "Δppl: with the map; plain: plain least squares; zero: removed; mean: constant"
+        )
+    known = {name: value for name, value in data["signals"].items() if value is not None}
+    if known:
+        listed = ", ".join(f"{name} {value:+.2f}" for name, value in known.items())
+        console.print(plain(f"rank correlation with what plain least squares costs: {listed}"))
     for note in data["notes"]:
         console.print(plain(f"note: {note}"))

@@ -82,6 +82,8 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
     except AttributeError as error:  # swapped out at the moment
         raise ValueError(f"{_name(block)} has no hidden units: {error}") from None
     m = _weight(down).shape[1]
+    if not all(0 <= u < m for u in units.tolist()):
+        raise ValueError(f"{_name(block)} has {m} hidden units, not {units.tolist()}")
     narrow: dict[nn.Module, nn.Module] = {down: _Through(_weight(down))}
     for step in steps:
         for module in step.modules() if isinstance(step, nn.Module) else ():

@@ -1,0 +1,389 @@
+"""From a run to what replacing each block costs, and what its map should carry.
+
+    result = measure_swaps(model, "runs/demo", choose=valid_windows, report=test_windows)
+    result.blocks[11].delta_ppl, result.blocks[11].units, result.blocks[11].delta_ppl_plain
+
+Maps are fitted on the run's moments. With `units="auto"` the number k of sink units that a block's
+map keeps is chosen on one text, and the cost is measured on another: a block departs from k = 0 only
+where the paired gain exceeds twice its standard error, and then takes the smallest k that is not
+worse than the best by as much. Beside each map stand plain least squares, the block removed (zero),
+and the block replaced by its mean output, on the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from howlinear.affine import Affine, UnitMap, solve
+from howlinear.families import Block, Rows, as_module, backbone, blocks, tap
+from howlinear.moments import Accumulator, Moments
+from howlinear.perplexity import Batches, Comparison, Loss, Protocol, Readout, protocol_of
+from howlinear.profiling import Profile, read_moments
+from howlinear.records import SCHEMA, BlockProfile, BlockSwap, spearman, write_json
+from howlinear.sweeps import Cost, Replacement, Sweep, Variant, map_errors, model_inputs, sweep
+from howlinear.units import taken
+
+UNITS = (0, 1, 2, 4)
+# how rows are weighted in a fit: all alike; without first positions; by 1/|h|; by 1/|y|^2
+WEIGHTINGS = ("none", "body", "stream", "output")
+
+Map = Affine | UnitMap
+Progress = Callable[[str, int], Callable[[int], None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Swaps:
+    """What swaps cost; `blocks` is what to read, `maps[i]` the map that block i was swapped for."""
+
+    blocks: list[BlockSwap]
+    maps: dict[int, Map] = field(repr=False)
+    base: Loss | None  # None where the model predicts no tokens
+    settings: dict[str, Any]
+    signals: dict[str, float | None]  # Spearman correlation with the plain map's delta_nll
+    notes: list[str]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`swap.json`, field by field."""
+        return {
+            "kind": "swap",
+            "schema": SCHEMA,
+            **self.about,
+            "settings": self.settings,
+            "base": None if self.base is None else self.base.to_dict(),
+            "signals": self.signals,
+            "notes": self.notes,
+            "blocks": [b.to_dict() for b in self.blocks],
+        }
+
+    def save(self, folder: str | Path) -> None:
+        write_json(Path(folder) / "swap.json", self.to_dict())
+
+
+def measure_swaps(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    choose: Batches,
+    report: Batches,
+    fit: Batches | None = None,
+    at: str | None = None,
+    units: str | int = "auto",
+    weighting: str = "none",
+    protocol: Protocol | str | None = None,
+    n_bytes: int | None = None,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Swaps:
+    """Replace each block of a run (or those `at`) alone by its map, and measure.
+
+    `choose` and `report` are tokens that the run never read, `fit` the tokens that it did: weighted
+    fits read them again. `progress` is told what begins and how many tokens that takes, and gives a
+    function to call with tokens done.
+    """
+    if weighting not in WEIGHTINGS:
+        expected = ", ".join(WEIGHTINGS)
+        raise ValueError(f"unknown weighting {weighting!r}, expected {expected} (--weighting)")
+    if units != "auto" and units not in UNITS:
+        raise ValueError(f"units is {units!r}, expected auto, 0, 1, 2 or 4 (--units)")
+    run = Profile.load(folder)
+    pairs = match(model, run, at)
+    shelf = _Shelf(model, Path(folder), run, weighting, fit, [b for b, _ in pairs])
+    how = protocol_of(report, protocol)
+
+    def measured(what: str, variants: Sequence[Variant], windows: Batches) -> Sweep:
+        size = windows.numel() if isinstance(windows, Tensor) else 0
+        done = progress(what, size * len(variants)) if progress else None
+        return sweep(model, variants, windows, protocol=how, batch_size=batch_size, progress=done)
+
+    settings: dict[str, Any] = {
+        "protocol": how.name,
+        "units": units,
+        "weighting": weighting,
+        "batch_size": batch_size,
+    }
+    fixed = {b.index: min(0 if units == "auto" else int(units), shelf.most(b)) for b, _ in pairs}
+    try:
+        Readout(model)
+    except ValueError as why:
+        costs = map_errors(model, [(b, shelf.map(b, fixed[b.index])) for b, _ in pairs], report)
+        records = [
+            _record(model, pair, shelf, fixed[pair[0].index], {"chosen": cost})
+            for pair, cost in zip(pairs, costs, strict=True)
+        ]
+        maps = {b.index: shelf.map(b, fixed[b.index]) for b, _ in pairs}
+        return Swaps(records, maps, None, settings, {}, [f"no perplexity: {why}"])
+    chosen = (
+        _choose(pairs, shelf, partial(measured, "choosing units", windows=choose))
+        if units == "auto"
+        else fixed
+    )
+    variants: dict[tuple[int, str], Variant] = {}
+    for b, _ in pairs:
+        variants |= {(b.index, name): (b, m) for name, m in shelf.baselines(b).items()}
+        best = shelf.map(b, chosen[b.index])
+        if best is not shelf.map(b, 0) or weighting != "none":
+            variants[b.index, "chosen"] = (b, best)
+    swept = measured("swapping", list(variants.values()), report)
+    by_name = dict(zip(variants, swept.costs, strict=True))
+    records = []
+    for pair in pairs:
+        own = {name: cost for (index, name), cost in by_name.items() if index == pair[0].index}
+        records.append(_record(model, pair, shelf, chosen[pair[0].index], own))
+    base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
+    settings |= {"tokens": base.tokens, "resumed": swept.resumed}
+    notes = []
+    if not swept.resumed:
+        notes.append("this family cannot be resumed mid-depth: every swap ran the whole model")
+    maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
+    return Swaps(records, maps, base, settings, _signals(pairs, records), notes)
+
+
+def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, BlockProfile]]:
+    """The model's blocks beside the run's; a run of another model is refused."""
+    found = {b.index: b for b in blocks(model)}
+    for p in run.blocks:
+        b = found.get(p.index)
+        if b is None or (b.path, b.d_in, b.d_out) != (p.path, p.d_in, p.d_out):
+            raise ValueError(
+                f"the run was made with another model: its block {p.index} is {p.path} "
+                f"({p.d_in} to {p.d_out}), this model's is "
+                + (f"{b.path} ({b.d_in} to {b.d_out})" if b else "missing")
+            )
+    wanted = {b.index for b in blocks(model, at)}
+    pairs = [(found[p.index], p) for p in run.blocks if p.index in wanted]
+    if not pairs:
+        raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
+    return pairs
+
+
+# -- maps -----------------------------------------------------------------------------------------
+
+
+class _Shelf:
+    """The maps of a run's blocks, fitted from its moments when they are asked for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        run: Profile,
+        weighting: str,
+        fit: Batches | None,
+        at: list[Block],
+    ) -> None:
+        self.model, self.folder, self.run, self.weighting = model, folder, run, weighting
+        self.like = next(model.parameters()).detach()
+        self.records = {p.index: p for p in run.blocks}
+        self.made: dict[tuple[int, int], Map] = {}
+        self.mean: dict[int, Tensor] = {}  # of the output over the fit rows
+        self.weighted: dict[int, Moments] = {}
+        if weighting in ("stream", "output"):
+            if fit is None:
+                raise ValueError(
+                    f"the weighting {weighting} needs the text that the run was fitted on"
+                )
+            units = {b.index: self.records[b.index].sink_units or [] for b in at}
+            self.weighted = weighted_moments(model, at, fit, weighting, units)
+        for b in at:
+            self._fit(b)
+
+    def most(self, block: Block) -> int:
+        """How many units there are to keep."""
+        return len(self.records[block.index].sink_units or ())
+
+    def map(self, block: Block, k: int) -> Map:
+        return self.made[block.index, k]
+
+    def plain(self, block: Block) -> Affine:
+        """Least squares with nothing to it: the run's own map."""
+        return self.run.maps[block.index].to(self.like)
+
+    def baselines(self, block: Block) -> dict[str, Replacement]:
+        """What a map has to beat: nothing at all, one constant, and plain least squares."""
+        mean = self.mean[block.index]
+        return {
+            "plain": self.plain(block),
+            "zero": lambda x: x.new_zeros(*x.shape[:-1], block.d_out),
+            "mean": lambda x: mean.to(x).expand(*x.shape[:-1], block.d_out),
+        }
+
+    def ladder(self, block: Block) -> list[int]:
+        return [k for k in UNITS if k <= self.most(block)]
+
+    def _fit(self, block: Block) -> None:
+        record = self.records[block.index]
+        parts = read_moments(self.folder, record)
+        total = _sum([*parts["body"], *parts["first"]])
+        self.mean[block.index] = total.mean_y.to(self.like)
+        if self.weighting == "body":
+            total = _sum(parts["body"])
+        total = self.weighted.get(block.index, total)
+        units = tuple(record.sink_units or ())
+        for k in self.ladder(block):
+            if k == 0 and self.weighting == "none":
+                self.made[block.index, 0] = self.plain(block)
+                continue
+            narrow = total.narrow(block.d_in + k)
+            W, rank, _ = solve(narrow)
+            joint = Affine(W, narrow.mean_y - W @ narrow.mean_x, rank)
+            fitted = (
+                UnitMap.split(joint, units[:k], taken(self.model, block, units[:k])) if k else joint
+            )
+            self.made[block.index, k] = fitted.to(self.like)
+
+
+def _sum(accumulators: Sequence[Accumulator]) -> Accumulator:
+    total = accumulators[0].copy()
+    for more in accumulators[1:]:
+        total.merge(more)
+    return total
+
+
+def weighted_moments(
+    model: nn.Module,
+    at: Sequence[Block],
+    windows: Batches,
+    weighting: str,
+    units: dict[int, list[int]],
+) -> dict[int, Moments]:
+    """Moments of [x, sink units] and y with rows weighted by 1/|h| ("stream") or 1/|y|^2 ("output")."""
+    found = {b.index: Moments(b.d_in + len(units[b.index]), b.d_out) for b in at}
+
+    def receive(block: Block, rows: Rows) -> None:
+        if weighting == "output":
+            weight = rows.y.double().square().sum(1).reciprocal()
+        elif rows.stream is None:
+            raise ValueError(
+                f"block {block.index} ({block.path}): the residual stream of this family is not "
+                "known: use --weighting output or body"
+            )
+        else:
+            weight = rows.stream.double().rsqrt()
+        x = rows.x if rows.hidden is None else torch.cat([rows.x, rows.hidden], 1)
+        found[block.index].update(x, rows.y, weight)
+
+    heard = {i: torch.tensor(u) for i, u in units.items() if u}
+    with torch.no_grad(), tap(model, receive, at=at, units=heard):
+        for inputs in model_inputs(model, windows):
+            backbone(model)(**inputs)
+    return found
+
+
+# -- choosing k -----------------------------------------------------------------------------------
+
+
+def _choose(
+    pairs: Sequence[tuple[Block, BlockProfile]],
+    shelf: _Shelf,
+    measured: Callable[[Sequence[Variant]], Sweep],
+) -> dict[int, int]:
+    """k for each block: 0 and the most units for all, what lies between where the most gain."""
+
+    def tried(what: list[tuple[Block, int]]) -> dict[tuple[Block, int], Comparison]:
+        costs = measured([(b, shelf.map(b, k)) for b, k in what]).costs if what else []
+        return {key: c.change for key, c in zip(what, costs, strict=True) if c.change is not None}
+
+    at = [b for b, _ in pairs]
+    ends = tried([(b, k) for b in at for k in dict.fromkeys((0, shelf.most(b)))])
+    gaining = [b for b in at if _gains(ends[b, 0], ends[b, shelf.most(b)])]
+    every = ends | tried([(b, k) for b in gaining for k in shelf.ladder(b)[1:-1]])
+    chosen = {b.index: 0 for b in at}
+    for b in gaining:
+        chosen[b.index] = smallest_good({k: every[b, k] for k in shelf.ladder(b)})
+    return chosen
+
+
+def smallest_good(ladder: dict[int, Comparison]) -> int:
+    """The smallest k that beats k = 0, and that the best of those does not beat, by 2 standard errors."""
+    good = [k for k in ladder if k and _gains(ladder[0], ladder[k])]
+    if not good:
+        return 0
+    best = min(good, key=lambda k: ladder[k].delta_nll)
+    return next(k for k in good if k == best or not _gains(ladder[k], ladder[best]))
+
+
+def _gains(worse: Comparison, better: Comparison) -> bool:
+    gain, se = better.gain_over(worse)
+    return gain > 2 * se
+
+
+# -- the record -----------------------------------------------------------------------------------
+
+
+def _record(
+    model: nn.Module,
+    pair: tuple[Block, BlockProfile],
+    shelf: _Shelf,
+    k: int,
+    costs: dict[str, Cost],
+) -> BlockSwap:
+    block, profile = pair
+    fitted, cost = shelf.map(block, k), costs.get("chosen", costs.get("plain"))
+    assert cost is not None
+    module = as_module(model, block)
+    parameters = sum(p.numel() for p in module.parameters())
+    estimates = {
+        f"{name}{end}": None if cost.change is None else getattr(cost.change, f"{name}{end}")
+        for name in ("delta_nll", "delta_ppl", "kl", "top1")
+        for end in ("", "_se")
+    }
+    others = {
+        f"{what}_{name}": getattr(c.change, what) if (c := costs.get(name)) and c.change else None
+        for what in ("delta_nll", "delta_ppl")
+        for name in ("plain", "zero", "mean")
+    }
+    return BlockSwap(
+        index=block.index,
+        path=block.path,
+        units=list(fitted.units) if isinstance(fitted, UnitMap) else [],
+        weighting=shelf.weighting,
+        **estimates,
+        **others,
+        cosine=cost.cosine,
+        rmse=cost.rmse,
+        stream_error=cost.stream_error,
+        params_saved=parameters - fitted.parameters,
+        multiply_adds_saved=multiply_adds(module, block, shelf.like) - fitted.multiply_adds,
+        swap_signal=profile.swap_signal,
+    )
+
+
+def multiply_adds(module: nn.Module, block: Block, like: Tensor, rows: int = 8) -> int:
+    """A row's, counted while the block runs."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, rows, block.d_in, generator=g).to(like)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(x)
+    return round(counter.get_total_flops() / 2 / rows)
+
+
+def _signals(
+    pairs: list[tuple[Block, BlockProfile]], records: list[BlockSwap]
+) -> dict[str, float | None]:
+    """Rank correlation of what a profile knows with the measured cost of the plain map."""
+    profiles, costs = [p for _, p in pairs], [r.delta_nll_plain for r in records]
+    known: dict[str, list[float | None]] = {
+        "1 - r2": [1 - p.r2 for p in profiles],
+        "1 - r2_body": [None if p.r2_body is None else 1 - p.r2_body for p in profiles],
+        "residual_norm": [p.residual_norm for p in profiles],
+        "stream_error": [p.stream_error for p in profiles],
+        "swap_signal": [p.swap_signal for p in profiles],
+    }
+    found: dict[str, float | None] = {}
+    for name, values in known.items():
+        both = [
+            (v, c) for v, c in zip(values, costs, strict=True) if v is not None and c is not None
+        ]
+        enough = len(both) >= 3 and not any(math.isnan(v) for pair in both for v in pair)
+        found[name] = spearman([v for v, _ in both], [c for _, c in both]) if enough else None
+    return found
