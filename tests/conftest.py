@@ -13,13 +13,14 @@ ALL = torch.get_num_threads()
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "real: runs a real model, on all cores")
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _threads(request):
     torch.set_num_threads(ALL if request.node.get_closest_marker("real") else 1)
     yield
-    torch.set_num_threads(ALL)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

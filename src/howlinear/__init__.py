@@ -30,6 +30,7 @@ _HOME = {
     "Profile": "profiling",
     "evaluate": "perplexity",
     "compare": "perplexity",
+    "swap_costs": "sweeps",
 }
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "load",
     "profile",
     "score",
+    "swap_costs",
     "swapped",
     "tap",
     "windows",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from howlinear.moments import TSQR, Moments
     from howlinear.perplexity import compare, evaluate
     from howlinear.profiling import Profile, profile
+    from howlinear.sweeps import swap_costs
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,7 @@ __all__ = [
     "as_module",
     "backbone",
     "blocks",
+    "call_options",
     "projection_shape",
     "swapped",
     "tap",
@@ -176,6 +177,11 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
 def backbone(model: nn.Module) -> nn.Module:
     """What to run to hear every block without paying for the language-model head."""
     return getattr(model, "base_model", model)
+
+
+def call_options(net: nn.Module) -> dict[str, Any]:
+    """What to pass beside the inputs: nobody here reads a key-value cache."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(net.forward).parameters else {}
 
 
 def as_module(model: nn.Module, block: Block) -> nn.Module:

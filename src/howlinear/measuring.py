@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howlinear.affine import Affine, Score, effective_rank, input_stats, score, solve
 from howlinear.moments import Accumulator
-from howlinear.records import BlockProfile, kind_of
+from howlinear.records import BlockProfile, kind_of, safety_of
 from howlinear.stores import BlockStore, Folds, RowSample, Split
 
 
@@ -32,8 +32,13 @@ class Measured:
     r2_by_feature: Tensor
 
 
-def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Measured:
-    """Score every held-out group with the map fitted on the others; fit the saved map on all."""
+def measure(
+    store: BlockStore, split: Split, out_norm: nn.Module | None, care: Tensor | None = None
+) -> Measured:
+    """Score every held-out group with the map fitted on the others; fit the saved map on all.
+
+    `care` (d_out,) is what `fisher` says of the block.
+    """
     block, held = store.block, split.held(store.sizes)
     crossed = _cross_validate(store, held)
     total = _pooled(crossed.scores)
@@ -45,6 +50,9 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
     n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
     rank = crossed.effective_rank
     rank_share = math.inf if rank is None else rank / block.d_out
+    signal = None
+    if care is not None:
+        signal = 0.5 * float((care * total.ss_res.cpu()).sum()) / total.weight
     folds = isinstance(split, Folds)  # one split has no spread
     record = BlockProfile(
         index=block.index,
@@ -52,6 +60,7 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
         d_in=block.d_in,
         d_out=block.d_out,
         kind=kind_of(total.r2, r2_body, total.r2_feature["median"], first_share, rank_share),
+        safety=safety_of(signal, first_share, store.shares),
         r2=total.r2,
         r2_se=_standard_error(crossed.scores, total.r2) if folds else None,
         r2_body=r2_body,
@@ -66,7 +75,7 @@ def measure(store: BlockStore, split: Split, out_norm: nn.Module | None) -> Meas
         **input_stats(full, affine.rank),
         stream_error=stream,
         stream_error_se=stream_se,
-        swap_signal=None,
+        swap_signal=signal,
         rmse=total.rmse,
         residual_norm=total.residual_norm,
         output_norm=total.output_norm,

@@ -22,7 +22,6 @@ states (n, d), and what follows it (head, scaling, soft cap) runs on a chunk of 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from howlinear.families import backbone
+from howlinear.families import backbone, call_options
 from howlinear.resuming import answering
 
 CHUNK = 2**22  # logits at a time: 16 MB in float32, which the scores then find near
@@ -230,7 +229,7 @@ class Readout:
         self.positions = getattr(text, "max_position_embeddings", None)
         ids = torch.arange(10, 18).repeat(2, 1)  # any tokens do
         ids[1, -1] = 9
-        with torch.no_grad(), during(), _evaluating(model):
+        with torch.no_grad(), during(), evaluating(model):
             want = model(input_ids=ids.to(self.device)).logits
         if not _close(want[0, :-1], want[1, :-1]):
             raise ValueError(
@@ -256,11 +255,9 @@ class Readout:
                 f"{type(self.model).__name__}: take shorter windows"
             )
         net = self.model if self.whole else backbone(self.model)
-        takes = inspect.signature(net.forward).parameters
-        extra = {"use_cache": False} if "use_cache" in takes else {}
         given = {key: value.to(self.device) for key, value in inputs.items()}
-        with torch.no_grad(), self.during(), _evaluating(self.model):
-            out = net(**given, **extra)
+        with torch.no_grad(), self.during(), evaluating(self.model):
+            out = net(**given, **call_options(net))
         return out.logits if self.whole else out[0]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -278,7 +275,7 @@ def head_logits(model: nn.Module, states: Tensor) -> Tensor:
     ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=states.device)
     decoder: Any = getattr(model, "get_decoder", lambda: model)  # what opt calls
     nets = {backbone(model), decoder()} - {model}
-    with torch.no_grad(), answering(dict.fromkeys(nets, _Answer((flat,)))), _evaluating(model):
+    with torch.no_grad(), answering(dict.fromkeys(nets, _Answer((flat,)))), evaluating(model):
         logits = model(input_ids=ids).logits
     return logits.float().reshape(*states.shape[:-1], -1)
 
@@ -295,7 +292,7 @@ class _Answer(tuple[Tensor]):
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off, and on again afterwards where it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()

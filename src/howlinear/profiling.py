@@ -14,7 +14,6 @@ seeded sample of rows that `stream_error` needs.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.affine import Affine
-from howlinear.families import Block, Rows, backbone, blocks, tap
+from howlinear.families import Block, Rows, backbone, blocks, call_options, tap
+from howlinear.fisher import fisher
 from howlinear.measuring import measure
 from howlinear.moments import TSQR, Accumulator, Moments
 from howlinear.records import (
@@ -248,9 +248,11 @@ def profile(
     tokens = _pass(model, _batches(windows, batch_size), stores, split, progress)
     for store in stores:
         _check_store(store, split)
+    care = (fisher(model, at, windows, seed) if isinstance(windows, Tensor) else None) or {}
     norms = [model.get_submodule(b.out_norm) if b.out_norm else None for b in at]
     results = _spread(
-        lambda pair: measure(pair[0], split, pair[1]), list(zip(stores, norms, strict=True))
+        lambda pair: measure(pair[0], split, pair[1], care.get(pair[0].block.index)),
+        list(zip(stores, norms, strict=True)),
     )
     settings = {
         "protocol": protocol,
@@ -293,7 +295,7 @@ def _pass(
     """Run every batch through the model and its rows into the stores; the number of tokens."""
     net = backbone(model)
     device = next(model.parameters()).device
-    extra = {"use_cache": False} if "use_cache" in inspect.signature(net.forward).parameters else {}
+    extra = call_options(net)
     by_index = {store.block.index: store for store in stores}
     # all hidden units at first, then those that the store chose
     units: dict[int, Tensor | None] = {i: None for i, s in by_index.items() if s.norms is not None}

@@ -77,6 +77,7 @@ class BlockProfile(_Record):
     d_in: int
     d_out: int
     kind: str
+    safety: str
     r2: float
     r2_se: float | None
     r2_body: float | None
@@ -129,7 +130,7 @@ class BlockSwap(_Record):
     rmse: float
     stream_error: float | None
     params_saved: int
-    multiply_adds_saved: int
+    multiply_adds_saved: int | None
     swap_signal: float | None
 
 
@@ -153,6 +154,23 @@ def kind_of(r2: float, r2_body: float, median: float, first_share: float, rank_s
     if r2 >= 0.5 and (median < 0.5 * r2 or rank_share <= 0.02):
         return "outlier-concentrated"
     return "partly linear" if r2_body >= 0.4 else "nonlinear"
+
+
+SAFETY = ("likely safe", "some cost", "costly", "sink", "unknown")
+
+
+def safety_of(
+    swap_signal: float | None, first_share: float | None, sink_shares: list[float] | None
+) -> str:
+    """May this block become one matrix? In plain words; conventions, stated in docs/fields.md."""
+    if swap_signal is None or math.isnan(swap_signal):
+        return "unknown"
+    if swap_signal < 0.05:
+        return "likely safe"
+    if swap_signal < 0.2:
+        return "some cost"
+    made_by_few = sink_shares is not None and sum(sink_shares) >= 0.5
+    return "sink" if made_by_few and (first_share or 0.0) >= 0.5 else "costly"
 
 
 def summarise(blocks: list[BlockProfile]) -> dict[str, Any]:

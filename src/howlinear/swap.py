@@ -28,11 +28,12 @@ from howlinear.families import Block, Rows, as_module, backbone, blocks, tap
 from howlinear.moments import Accumulator, Moments
 from howlinear.perplexity import Batches, Comparison, Loss, Protocol, Readout, protocol_of
 from howlinear.profiling import Profile, read_moments
-from howlinear.records import SCHEMA, BlockProfile, BlockSwap, spearman, write_json
+from howlinear.records import SCHEMA, BlockProfile, BlockSwap, read_json, spearman, write_json
 from howlinear.sweeps import Cost, Replacement, Sweep, Variant, map_errors, model_inputs, sweep
 from howlinear.units import taken
 
 UNITS = (0, 1, 2, 4)
+SPARED = 0.03
 # how rows are weighted in a fit: all alike; without first positions; by 1/|h|; by 1/|y|^2
 WEIGHTINGS = ("none", "body", "stream", "output")
 
@@ -66,7 +67,16 @@ class Swaps:
         }
 
     def save(self, folder: str | Path) -> None:
+        """Write swap.json, and the measured cost in place of what the profile could only expect."""
         write_json(Path(folder) / "swap.json", self.to_dict())
+        if self.base is None:
+            return
+        profile = read_json(Path(folder) / "profile.json", "profile")
+        measured = {b.index: b.delta_ppl for b in self.blocks if b.delta_ppl is not None}
+        for block in profile["blocks"]:
+            if (cost := measured.get(block["index"])) is not None:
+                block["safety"] = f"measured {100 * cost / self.base.perplexity:+.1f} %"
+        write_json(Path(folder) / "profile.json", profile)
 
 
 def measure_swaps(
@@ -186,6 +196,9 @@ class _Shelf:
         self.records = {p.index: p for p in run.blocks}
         self.made: dict[tuple[int, int], Map] = {}
         self.mean: dict[int, Tensor] = {}  # of the output over the fit rows
+        self.spared: dict[
+            int, float
+        ] = {}  # share of the squared error that keeping units takes away
         self.weighted: dict[int, Moments] = {}
         if weighting in ("stream", "output"):
             if fit is None:
@@ -228,18 +241,18 @@ class _Shelf:
         if self.weighting == "body":
             total = _sum(parts["body"])
         total = self.weighted.get(block.index, total)
-        units = tuple(record.sink_units or ())
+        units, rest = tuple(record.sink_units or ()), {}
         for k in self.ladder(block):
-            if k == 0 and self.weighting == "none":
-                self.made[block.index, 0] = self.plain(block)
-                continue
             narrow = total.narrow(block.d_in + k)
-            W, rank, _ = solve(narrow)
+            W, rank, Z = solve(narrow)
+            rest[k] = float(narrow.S_yy.sum() - Z.square().sum())  # what is left unexplained
             joint = Affine(W, narrow.mean_y - W @ narrow.mean_x, rank)
-            fitted = (
-                UnitMap.split(joint, units[:k], taken(self.model, block, units[:k])) if k else joint
-            )
+            hidden = taken(self.model, block, units[:k]) if k else None
+            fitted = UnitMap.split(joint, units[:k], hidden) if hidden else joint
             self.made[block.index, k] = fitted.to(self.like)
+        if self.weighting == "none":
+            self.made[block.index, 0] = self.plain(block)  # the same, as it was saved
+        self.spared[block.index] = 1 - rest[max(rest)] / rest[0] if rest[0] > 0 else 0.0
 
 
 def _sum(accumulators: Sequence[Accumulator]) -> Accumulator:
@@ -287,17 +300,21 @@ def _choose(
     shelf: _Shelf,
     measured: Callable[[Sequence[Variant]], Sweep],
 ) -> dict[int, int]:
-    """k for each block: 0 and the most units for all, what lies between where the most gain."""
+    """k for each block: 0 and the most units first, what lies between where the most gain.
+
+    Where keeping units takes less than SPARED of the squared error away there is nothing to gain
+    that two standard errors would show, and nothing is run.
+    """
 
     def tried(what: list[tuple[Block, int]]) -> dict[tuple[Block, int], Comparison]:
         costs = measured([(b, shelf.map(b, k)) for b, k in what]).costs if what else []
         return {key: c.change for key, c in zip(what, costs, strict=True) if c.change is not None}
 
-    at = [b for b, _ in pairs]
+    at = [b for b, _ in pairs if shelf.spared[b.index] >= SPARED]
     ends = tried([(b, k) for b in at for k in dict.fromkeys((0, shelf.most(b)))])
     gaining = [b for b in at if _gains(ends[b, 0], ends[b, shelf.most(b)])]
     every = ends | tried([(b, k) for b in gaining for k in shelf.ladder(b)[1:-1]])
-    chosen = {b.index: 0 for b in at}
+    chosen = {b.index: 0 for b, _ in pairs}
     for b in gaining:
         chosen[b.index] = smallest_good({k: every[b, k] for k in shelf.ladder(b)})
     return chosen
@@ -332,6 +349,7 @@ def _record(
     assert cost is not None
     module = as_module(model, block)
     parameters = sum(p.numel() for p in module.parameters())
+    work = multiply_adds(module, block, shelf.like)
     estimates = {
         f"{name}{end}": None if cost.change is None else getattr(cost.change, f"{name}{end}")
         for name in ("delta_nll", "delta_ppl", "kl", "top1")
@@ -353,15 +371,16 @@ def _record(
         rmse=cost.rmse,
         stream_error=cost.stream_error,
         params_saved=parameters - fitted.parameters,
-        multiply_adds_saved=multiply_adds(module, block, shelf.like) - fitted.multiply_adds,
+        multiply_adds_saved=None if work is None else work - fitted.multiply_adds,
         swap_signal=profile.swap_signal,
     )
 
 
-def multiply_adds(module: nn.Module, block: Block, like: Tensor, rows: int = 8) -> int:
-    """A row's, counted while the block runs."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(1, rows, block.d_in, generator=g).to(like)
+def multiply_adds(module: nn.Module, block: Block, like: Tensor, rows: int = 8) -> int | None:
+    """A row's, counted while the block runs; None for experts, whose kernels nobody counts."""
+    if block.down is None:
+        return None
+    x = torch.ones(1, rows, block.d_in, dtype=like.dtype, device=like.device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(x)
     return round(counter.get_total_flops() / 2 / rows)

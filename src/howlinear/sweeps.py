@@ -197,7 +197,8 @@ class _Errors:
 
         def run(x: Tensor) -> Tensor:
             guess = replacement(x)
-            self.update(rows, guess)
+            if guess.shape[-1] == rows.y.shape[-1]:  # else `swapped` has a word to say
+                self.update(rows, guess)
             return guess
 
         return run

@@ -1,0 +1,252 @@
+"""From a run to what swaps cost: units chosen on one text, costs measured on another."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+import tiny
+from howlinear import Affine, blocks, compare, profile, swapped, windows
+from howlinear.families import as_module
+from howlinear.records import BlockSwap, read_json
+from howlinear.swap import measure_swaps, multiply_adds, smallest_good, weighted_moments
+from test_units import planted, rows_of
+
+
+def tokens(*shape, seed=0):
+    ids = torch.randint(3, 49, shape, generator=torch.Generator().manual_seed(seed))
+    ids[:, 0] = 1
+    return ids
+
+
+def drawn(model, n, seed):
+    """Windows of 8 tokens that the model itself writes: only there does a change always cost."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.ones(n, 1, dtype=torch.long)
+    with torch.no_grad():
+        for _ in range(7):
+            p = model(ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(p, 1, generator=g)], 1)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def sunk(tmp_path_factory):
+    """A tiny model with a planted sink in block 1, and its run."""
+    torch.manual_seed(0)
+    model = tiny.model("llama")
+    unit = planted(model, 1)
+    folder = tmp_path_factory.mktemp("runs") / "sunk"
+    profile(model, drawn(model, 1500, 0), batch_size=64).save(folder)
+    return model, unit, folder
+
+
+@pytest.fixture(scope="module")
+def measured(sunk):
+    model, _, folder = sunk
+    return measure_swaps(model, folder, choose=drawn(model, 90, 1), report=drawn(model, 90, 2))
+
+
+def test_the_planted_unit_is_kept_and_pays(sunk, measured):
+    _, unit, _ = sunk
+    block = measured.blocks[1]
+    assert block.units[0] == unit
+    assert block.delta_nll < 0.5 * block.delta_nll_plain
+    assert block.kl < 0.5 * measured.blocks[1].delta_nll_plain
+    assert [b.index for b in measured.blocks] == [0, 1, 2]
+
+
+def test_every_number_is_that_of_the_obvious_comparison(sunk, measured):
+    model, _, _ = sunk
+    ids = drawn(model, 90, 2)
+    for block, record in zip(blocks(model), measured.blocks, strict=True):
+        fitted = measured.maps[block.index]
+        change = compare(model, lambda b=block, m=fitted: swapped(model, {b: m}), ids)
+        for name in ("delta_nll", "delta_ppl", "kl", "top1"):
+            for end in ("", "_se"):
+                got, want = getattr(record, name + end), getattr(change, name + end)
+                assert got == pytest.approx(want, rel=1e-3, abs=1e-6)
+        zero = compare(model, lambda b=block: swapped(model, {b: torch.zeros_like}), ids)
+        assert record.delta_ppl_zero == pytest.approx(zero.delta_ppl, rel=1e-3, abs=1e-6)
+        x, y = rows_of(model, block, drawn(model, 1500, 0))
+        mean = y.mean(0)
+        change = compare(model, lambda b=block, m=mean: swapped(model, {b: m.expand_as}), ids)
+        assert record.delta_ppl_mean == pytest.approx(change.delta_ppl, rel=1e-2, abs=1e-4)
+        assert record.params_saved == 3 * 16 * 40 - fitted.parameters
+        assert record.multiply_adds_saved == 3 * 16 * 40 - fitted.multiply_adds
+        columns = np.column_stack([x, np.ones(len(x))]).astype(np.float64)
+        W = np.linalg.lstsq(columns, y.double().numpy(), rcond=None)[0]
+        plain = Affine(torch.tensor(W[:-1].T), torch.tensor(W[-1]), 16)
+        change = compare(model, lambda b=block, m=plain: swapped(model, {b: m}), ids)
+        assert record.delta_ppl_plain == pytest.approx(change.delta_ppl, rel=1e-2, abs=1e-4)
+
+
+def test_standard_errors_agree_with_a_bootstrap_over_windows(sunk, measured):
+    model, _, _ = sunk
+    block = blocks(model)[1]
+    change = compare(model, lambda: swapped(model, {block: measured.maps[1]}), drawn(model, 90, 2))
+    rng = np.random.default_rng(0)
+    gain, n = (change.nll_changed - change.nll).numpy(), change.counts.numpy()
+    draws = rng.integers(0, len(n), (4000, len(n)))
+    spread = (gain[draws].sum(1) / n[draws].sum(1)).std()
+    assert measured.blocks[1].delta_nll_se == pytest.approx(spread, rel=0.2)
+
+
+def test_the_file_says_everything_and_reads_back(sunk, measured):
+    _, _, folder = sunk
+    measured.save(folder)
+    data = read_json(folder / "swap.json", "swap")
+    assert [BlockSwap.from_dict(b) for b in data["blocks"]] == measured.blocks
+    assert data["base"]["protocol"] == data["settings"]["protocol"] == "windows-8"
+    assert data["base"]["tokens"] == data["settings"]["tokens"] == 90 * 7
+    assert data["settings"]["resumed"] is True
+    after = json.loads((folder / "profile.json").read_text())["blocks"]
+    base = data["base"]["perplexity"]
+    for block, cost in zip(after, measured.blocks, strict=True):
+        assert block["safety"] == f"measured {100 * cost.delta_ppl / base:+.1f} %"
+    costs = [b.delta_nll_plain for b in measured.blocks]
+    want = spearmanr([1 - b["r2"] for b in after], costs)[0]
+    assert data["signals"]["1 - r2"] == pytest.approx(want)
+    assert set(data["signals"]) >= {"stream_error", "swap_signal", "1 - r2_body"}
+
+
+@pytest.mark.parametrize("units", [0, 1, 2, 4])
+def test_units_can_be_fixed(sunk, units):
+    model, _, folder = sunk
+    few = tokens(4, 8)
+    got = measure_swaps(model, folder, choose=few[:0], report=few, units=units, at="1")
+    assert len(got.blocks[0].units) == units
+    if not units:
+        assert got.blocks[0].delta_ppl == got.blocks[0].delta_ppl_plain
+
+
+@pytest.mark.parametrize("weighting", ["body", "stream", "output"])
+def test_weighted_fits_are_weighted_least_squares(sunk, weighting):
+    model, _, folder = sunk
+    few, fit = tokens(4, 8), drawn(model, 1500, 0)
+    got = measure_swaps(
+        model, folder, choose=few, report=few, fit=fit, units=0, weighting=weighting, at="1"
+    )
+    block = blocks(model)[1]
+    h = []
+    hook = model.model.layers[1].register_forward_hook(lambda _, a, out: h.append(out))
+    x, y = rows_of(model, block, fit)
+    hook.remove()
+    w = {
+        "body": (torch.arange(len(x)) % 8 > 0).double(),
+        "stream": h[0].flatten(0, 1).double().norm(dim=1).reciprocal(),
+        "output": y.double().square().sum(1).reciprocal(),
+    }[weighting]
+    root = w.sqrt().numpy()[:, None]
+    columns = np.column_stack([x, np.ones(len(x))]).astype(np.float64)
+    want = np.linalg.lstsq(columns * root, y.double().numpy() * root, rcond=None)[0]
+    np.testing.assert_allclose(got.maps[1].weight.numpy(), want[:-1].T, rtol=1e-3, atol=1e-3)
+    assert got.blocks[0].weighting == weighting
+    assert got.blocks[0].delta_ppl != got.blocks[0].delta_ppl_plain
+
+
+def test_a_weighting_needs_the_text_or_the_stream(sunk):
+    model, _, folder = sunk
+    few = tokens(4, 8)
+    with pytest.raises(ValueError, match="needs the text"):
+        measure_swaps(model, folder, choose=few, report=few, weighting="stream")
+    with pytest.raises(ValueError, match="--weighting"):
+        measure_swaps(model, folder, choose=few, report=few, weighting="best")
+    with pytest.raises(ValueError, match="--units"):
+        measure_swaps(model, folder, choose=few, report=few, units=3)
+    unknown = blocks(model, r"model\.layers\.\d\.mlp\.gate_proj")
+    with pytest.raises(ValueError, match="not known: use --weighting output"):
+        weighted_moments(model, unknown, few, "stream", {b.index: [] for b in unknown})
+
+
+def test_models_without_a_head_get_errors_and_are_told_why(tmp_path):
+    model = tiny.model("bert")
+    ids = torch.randint(3, 49, (700, 8))
+    profile(model, ids).save(tmp_path)
+    got = measure_swaps(model, tmp_path, choose=ids[:4], report=ids[:40])
+    assert got.base is None
+    assert got.notes[0].startswith("no perplexity: ")
+    for b in got.blocks:
+        assert b.delta_nll is b.kl is b.delta_ppl_plain is None
+        assert 0 < b.cosine <= 1
+        assert b.rmse > 0
+        assert b.stream_error > 0
+    got.save(tmp_path)
+    assert read_json(tmp_path / "profile.json", "profile")["blocks"][0]["safety"] == "unknown"
+
+
+def test_a_run_of_another_model_is_refused(sunk):
+    _, _, folder = sunk
+    few = tokens(4, 8)
+    for other in (tiny.model("gpt2"), tiny.model("llama", hidden_size=24), tiny.model("mistral")):
+        with pytest.raises(ValueError, match=r"^the run was made with another model: [^\n]*$"):
+            measure_swaps(other, folder, choose=few, report=few)
+
+
+def test_units_from_a_file_are_not_trusted(sunk, tmp_path):
+    model, _, folder = sunk
+    data = json.loads((folder / "profile.json").read_text())
+    for name in ("maps.safetensors", "moments.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    for units, said in (
+        ([40, 1, 2, 3], "has 40 hidden units"),
+        (["a", 1, 2, 3], "sink_units"),
+        ([-1, 1, 2, 3], "sink_units"),
+    ):
+        data["blocks"][1]["sink_units"] = units
+        (tmp_path / "profile.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=said):
+            measure_swaps(model, tmp_path, choose=tokens(4, 8), report=tokens(4, 8))
+
+
+class Said:
+    """A comparison with a known gain."""
+
+    def __init__(self, nll, se):
+        self.delta_nll, self.se = nll, se
+
+    def gain_over(self, other):
+        return other.delta_nll - self.delta_nll, self.se
+
+
+@pytest.mark.parametrize(
+    ("nlls", "k"),
+    [
+        ({0: 5.0, 1: 0.30, 2: 0.25, 4: 0.20}, 1),  # 2 and 4 are within two standard errors of 1
+        ({0: 5.0, 1: 2.0, 2: 0.25, 4: 0.20}, 2),
+        ({0: 5.0, 1: 4.95, 2: 4.9, 4: 0.2}, 4),
+        ({0: 0.2, 1: 0.15, 2: 0.1, 4: 0.05}, 0),  # nothing beats 0 by two standard errors
+        ({0: 0.2, 1: 9.0, 2: 9.0, 4: 9.0}, 0),
+    ],
+)
+def test_the_smallest_number_of_units_that_does(nlls, k):
+    assert smallest_good({units: Said(nll, 0.1) for units, nll in nlls.items()}) == k
+
+
+def test_multiply_adds_are_counted_where_they_can_be():
+    model = tiny.model("gpt2")
+    block = blocks(model)[0]
+    assert multiply_adds(as_module(model, block), block, torch.zeros(1)) == 2 * 16 * 64
+    model = tiny.model("mixtral")  # what experts run depends on the token
+    block = blocks(model)[0]
+    assert multiply_adds(as_module(model, block), block, torch.zeros(1)) is None
+
+
+@pytest.mark.real
+def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_path):
+    """Blocks 11 and 28, which plain least squares wrecks; fitted on train, chosen on valid."""
+    model, tokenizer = builtin
+    at = blocks(model, "11,28")
+    fit = windows(wikitext.fit, tokenizer, 128, tokens=10_000)
+    profile(model, fit, at=at, folds=2).save(tmp_path)
+    choose = windows(wikitext.choose(), tokenizer, 128, tokens=1024)
+    report = windows(wikitext.report(), tokenizer, 128, tokens=1536)
+    got = measure_swaps(model, tmp_path, choose=choose, report=report)
+    eleven, last = got.blocks
+    assert eleven.units[0] == 1229
+    assert last.units[0] == 678
+    assert eleven.delta_ppl < 6
+    assert last.delta_ppl < 14
+    assert min(eleven.delta_ppl_plain, last.delta_ppl_plain) > 50
