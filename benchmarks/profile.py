@@ -33,6 +33,7 @@ from howlinear.corpus import builtin
 from howlinear.families import backbone
 from howlinear.profiling import _batches, _pass
 from howlinear.stores import BlockStore, Folds
+from howlinear.units import writes
 
 LENGTH, BATCH = 512, 8
 
@@ -66,7 +67,9 @@ def slope(model, ids, repeats: int) -> None:
     further = ids[8192 // LENGTH : 16384 // LENGTH]
     at, split = blocks(model), Folds(5)
     for _ in range(repeats):
-        stores = [BlockStore.make(b, 5, "moments", 0, torch.device("cpu")) for b in at]
+        stores = [
+            BlockStore(b, 5, "moments", 0, torch.device("cpu"), norms=writes(model, b)) for b in at
+        ]
         _pass(model, _batches(ids[: 4096 // LENGTH], BATCH), stores, split, None)  # sums in place
         for batch in further.split(BATCH):
             before = bare(model, batch)

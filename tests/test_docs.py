@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from howlinear.records import KINDS, BlockProfile, kind_of
+from howlinear.records import KINDS, SAFETY, BlockProfile, BlockSwap, kind_of, safety_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -39,8 +39,8 @@ def test_readme_commands_exist():
 
 def test_every_field_and_kind_is_documented():
     text = (ROOT / "docs" / "fields.md").read_text()
-    assert all(f"`{f.name}`" in text for f in fields(BlockProfile))
-    assert all(kind in text for kind in KINDS)
+    assert all(f"`{f.name}`" in text for f in (*fields(BlockProfile), *fields(BlockSwap)))
+    assert all(word in text for word in (*KINDS, *SAFETY))
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,22 @@ def test_every_field_and_kind_is_documented():
 def test_kinds_follow_the_documented_rules(numbers, kind):
     assert kind_of(*numbers) == kind
     assert kind in KINDS
+
+
+@pytest.mark.parametrize(
+    ("numbers", "safety"),
+    [  # swap_signal, first_share, sink_shares
+        ((0.03, 0.0, [0.1, 0.1]), "likely safe"),
+        ((0.03, 0.9, [0.9, 0.1]), "likely safe"),
+        ((0.1, 0.9, [0.9, 0.1]), "some cost"),
+        ((3.0, 0.9, [0.9, 0.1]), "sink"),
+        ((3.0, 0.9, None), "costly"),
+        ((3.0, 0.3, [0.9, 0.1]), "costly"),
+        ((3.0, 0.9, [0.1, 0.1]), "costly"),
+        ((None, 0.9, [0.9]), "unknown"),
+        ((float("nan"), 0.9, [0.9]), "unknown"),
+    ],
+)
+def test_safety_follows_the_documented_rules(numbers, safety):
+    assert safety_of(*numbers) == safety
+    assert safety in SAFETY

@@ -272,8 +272,10 @@ def swap(
     )
     _check_model(run, about["model"], models.describe(net, asked["model"], asked["revision"]))
     bos = about["settings"].get("bos", "auto")
-    report, n_bytes = _held_out(text.report(), net, tokenizer, cut, tokens, bos)
-    choose, _ = _held_out(text.choose(), net, tokenizer, cut, max(tokens // 2, 1), bos)
+    if cut.name.startswith("windows"):
+        cut = Cut.parse(f"windows-{_fitting(net, tokenizer, cut.length)}")
+    report, n_bytes = _held_out(text.report(), tokenizer, cut, tokens, bos)
+    choose, _ = _held_out(text.choose(), tokenizer, cut, max(tokens // 2, 1), bos)
     fit = None
     if weighting in (Weighting.stream, Weighting.output):
         length, budget = about["settings"]["window"], about["settings"]["tokens"]
@@ -357,9 +359,7 @@ def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None
             )
 
 
-def _held_out(
-    text: str, net: Any, tokenizer: Any, cut: Any, tokens: int, bos: str
-) -> tuple[Any, int | None]:
+def _held_out(text: str, tokenizer: Any, cut: Any, tokens: int, bos: str) -> tuple[Any, int]:
     """Tokens of a held-out text, as the protocol cuts them, and the bytes that it predicts."""
     import torch
 
@@ -367,13 +367,12 @@ def _held_out(
 
     if not text.strip():
         raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
-    if cut.stride != cut.length or cut.name.startswith("gptq"):  # one stream, nothing around it
+    if not cut.name.startswith("windows"):  # one stream, nothing around it
         ids = torch.tensor(corpus.first_tokens(text, tokenizer, max(tokens + 1, cut.length)))
         predicted = [ids[first:end] for _, end, first in cut.cut(len(ids))]
     else:
-        length = _fitting(net, tokenizer, cut.length)
-        count = -(-tokens // (length - 1))
-        ids = corpus.windows(text, tokenizer, length, tokens=count * length, bos=bos)
+        count = -(-tokens // (cut.length - 1))
+        ids = corpus.windows(text, tokenizer, cut.length, tokens=count * cut.length, bos=bos)
         predicted = list(ids[:, 1:])
     return ids, sum(len(tokenizer.decode(part).encode()) for part in predicted)
 
@@ -513,6 +512,8 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     ) as bar:
 
         def begin(what: str, tokens: int) -> Callable[[int], None]:
+            if tokens and not console.is_terminal:
+                say(f"{what}: {tokens} tokens to run")
             for task in bar.tasks:
                 bar.update(task.id, visible=False)
             number = bar.add_task(what, total=tokens or None, rate="")

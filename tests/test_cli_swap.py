@@ -1,0 +1,137 @@
+"""`howlinear swap` as a person meets it, on a tiny model with a real tokenizer and on a real encoder."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import tiny
+from test_cli import complaint, here, run, small_run  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def little(minilm, wikitext, tmp_path_factory):
+    """A folder with a tiny causal model, a text, and a run."""
+    folder = tmp_path_factory.mktemp("little")
+    torch.manual_seed(0)
+    tiny.model("llama", vocab_size=30522).save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (minilm / name).exists():
+            shutil.copy(minilm / name, folder / "model" / name)
+    (folder / "text.txt").write_text(wikitext.fit[:80_000])
+    common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
+    done = run("profile", folder / "model", *common, "-o", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def copied(little, tmp_path):
+    """The same in a folder of the test's own."""
+    shutil.copytree(little / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_swap_prints_a_table_and_writes_a_file(little):
+    done = run("swap", little / "run", "--tokens", "600", "--protocol", "windows-32")
+    assert done.returncode == 0, done.stderr
+    data = json.loads((little / "run" / "swap.json").read_text())
+    assert [b["index"] for b in data["blocks"]] == [0, 1, 2]
+    assert data["base"]["protocol"] == "windows-32"
+    assert data["base"]["tokens"] >= 600
+    assert data["base"]["bits_per_byte"] > 0
+    assert data["corpus"] == {
+        "name": str(little / "text.txt"),
+        "choose": "80 to 90 %",
+        "report": "last 10 %",
+    }
+    assert "windows-32" in done.stdout
+    assert "rank correlation with what plain least squares costs" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()[2:] if "json" not in line)
+    profile = json.loads((little / "run" / "profile.json").read_text())
+    assert all(b["safety"].startswith("measured") for b in profile["blocks"])
+    assert not list((little / "run").glob(".*"))  # nothing half-written
+
+
+@pytest.mark.parametrize("protocol", ["stride-64-32", "gptq-128"])
+def test_json_is_one_document_under_any_protocol(little, here, protocol):  # noqa: F811
+    flags = ("--tokens", "300", "--units", "1", "--blocks", "1", "--protocol", protocol, "--json")
+    done = here("swap", little / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["settings"]["protocol"] == protocol
+    assert len(data["blocks"]) == 1
+    assert len(data["blocks"][0]["units"]) == 1
+
+
+def test_weightings_read_the_fit_text_again(little, here):  # noqa: F811
+    flags = ("--tokens", "200", "--units", "0", "--blocks", "1", "--protocol", "windows-32")
+    seen = set()
+    for weighting in ("none", "body", "stream", "output"):
+        done = here("swap", little / "run", *flags, "--weighting", weighting, "--json")
+        assert done.returncode == 0, done.stderr
+        seen.add(json.loads(done.stdout)["blocks"][0]["rmse"])
+    assert len(seen) == 4
+
+
+def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path):  # noqa: F811
+    _, out, _ = small_run
+    shutil.copytree(out, tmp_path / "run")
+    done = here("swap", tmp_path / "run", "--tokens", "500")
+    assert done.returncode == 0, done.stderr
+    assert "no perplexity: BertModel has no language-model head" in " ".join(done.stdout.split())
+    data = json.loads((tmp_path / "run" / "swap.json").read_text())
+    assert data["base"] is None
+    assert all(b["cosine"] > 0.5 and b["stream_error"] > 0 for b in data["blocks"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--blocks", "9"], "0-2"),
+        (["--units", "3"], "3"),
+        (["--weighting", "best"], "best"),
+        (["--protocol", "sliding"], "unknown protocol 'sliding'"),
+        (["--protocol", "windows-1"], "2 tokens or more"),
+        (["--protocol", "gptq-100000"], "one window takes 100000"),
+        (["--tokens", "0"], "tokens"),
+    ],
+)
+def test_mistakes_are_one_line(little, complaint, flags, message):  # noqa: F811
+    assert message in complaint("swap", little / "run", *flags)
+
+
+def test_runs_that_do_not_fit_are_refused(little, copied, complaint):  # noqa: F811
+    assert "profile.json does not exist" in complaint("swap", copied.parent / "nowhere")
+    path = copied / "profile.json"
+    data = json.loads(path.read_text())
+
+    def changed(**parts):
+        path.write_text(json.dumps(data | parts))
+        return complaint("swap", copied)
+
+    model = data["model"]
+    assert "another model: weights was 0123" in changed(model=model | {"weights": "0123"})
+    assert "another model: revision was abc" in changed(model=model | {"revision": "abc"})
+    assert "text" in changed(corpus=data["corpus"] | {"fingerprint": "0" * 64})
+    assert "from stdin" in changed(
+        asked=data["asked"] | {"text": ["-", None, None, "train", "text"]}
+    )
+    assert "does not say how" in changed(asked=None)
+    narrow = [b | {"d_in": 8} for b in data["blocks"]]
+    assert "block 0 has no weight" in changed(blocks=narrow)  # a map of the wrong width
+
+
+def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complaint):  # noqa: F811
+    (tmp_path / "text.txt").write_text(wikitext.fit[:60_000] + 30_000 * "\n")
+    common = ("--text-file", tmp_path / "text.txt", "--tokens", "8192", "--max-length", "64")
+    assert here("profile", little / "model", *common, "-o", tmp_path / "run").returncode == 0
+    assert "the held-out text is empty" in complaint("swap", tmp_path / "run")
+
+
+def test_windows_longer_than_the_positions_are_shortened(little, here):  # noqa: F811
+    flags = ("--tokens", "300", "--units", "0", "--blocks", "1", "--protocol", "windows-4096")
+    done = here("swap", little / "run", *flags, "--json")
+    assert "all that the model has positions for" in done.stderr
+    assert json.loads(done.stdout)["base"]["protocol"] == "windows-512"
