@@ -90,6 +90,7 @@ def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path
     ("flags", "message"),
     [
         (["--blocks", "9"], "0-2"),
+        (["--blocks", "("], "not a regular expression"),
         (["--units", "3"], "3"),
         (["--weighting", "best"], "best"),
         (["--protocol", "sliding"], "unknown protocol 'sliding'"),

@@ -83,15 +83,19 @@ def test_every_number_is_that_of_the_obvious_comparison(sunk, measured):
         assert record.delta_ppl_plain == pytest.approx(change.delta_ppl, rel=1e-2, abs=1e-4)
 
 
-def test_standard_errors_agree_with_a_bootstrap_over_windows(sunk, measured):
-    model, _, _ = sunk
-    block = blocks(model)[1]
-    change = compare(model, lambda: swapped(model, {block: measured.maps[1]}), drawn(model, 90, 2))
+def assert_errors_agree_with_a_bootstrap(measured):
     rng = np.random.default_rng(0)
-    gain, n = (change.nll_changed - change.nll).numpy(), change.counts.numpy()
-    draws = rng.integers(0, len(n), (4000, len(n)))
-    spread = (gain[draws].sum(1) / n[draws].sum(1)).std()
-    assert measured.blocks[1].delta_nll_se == pytest.approx(spread, rel=0.2)
+    for block in measured.blocks:
+        change = measured.costs[block.index].change
+        gain, n = (change.nll_changed - change.nll).numpy(), change.counts.numpy()
+        draws = rng.integers(0, len(n), (4000, len(n)))
+        spread = (gain[draws].sum(1) / n[draws].sum(1)).std()
+        assert block.delta_nll == pytest.approx(gain.sum() / n.sum())
+        assert block.delta_nll_se == pytest.approx(spread, rel=0.2)
+
+
+def test_standard_errors_agree_with_a_bootstrap_over_windows(measured):
+    assert_errors_agree_with_a_bootstrap(measured)
 
 
 def test_the_file_says_everything_and_reads_back(sunk, measured):
@@ -175,6 +179,8 @@ def test_models_without_a_head_get_errors_and_are_told_why(tmp_path):
         assert b.stream_error > 0
     got.save(tmp_path)
     assert read_json(tmp_path / "profile.json", "profile")["blocks"][0]["safety"] == "unknown"
+    profile(model, ids).save(tmp_path)  # other maps: what was measured with the old ones goes
+    assert not (tmp_path / "swap.json").exists()
 
 
 def test_a_run_of_another_model_is_refused(sunk):
@@ -183,6 +189,20 @@ def test_a_run_of_another_model_is_refused(sunk):
     for other in (tiny.model("gpt2"), tiny.model("llama", hidden_size=24), tiny.model("mistral")):
         with pytest.raises(ValueError, match=r"^the run was made with another model: [^\n]*$"):
             measure_swaps(other, folder, choose=few, report=few)
+
+
+def test_runs_of_modules_that_somebody_named_can_be_swapped(tmp_path):
+    model, ids = tiny.model("llama"), tokens(700, 8)
+    at = blocks(model, r"model\.layers\.[12]\.self_attn\.o_proj")
+    profile(model, ids, at=at).save(tmp_path)
+    got = measure_swaps(model, tmp_path, choose=ids[:4], report=ids[:4], at="0-1")
+    assert [b.path for b in got.blocks] == [b.path for b in at]
+    assert all(b.rmse < 1e-4 and b.units == [] for b in got.blocks)  # a projection is linear
+    assert all(abs(b.delta_nll) < 1e-4 for b in got.blocks)
+    one = measure_swaps(model, tmp_path, choose=ids[:4], report=ids[:4], at=r"layers\.2")
+    assert [b.index for b in one.blocks] == [1]
+    with pytest.raises(ValueError, match="chooses no block"):
+        measure_swaps(model, tmp_path, choose=ids[:4], report=ids[:4], at="nothing")
 
 
 def test_units_from_a_file_are_not_trusted(sunk, tmp_path):
@@ -250,3 +270,4 @@ def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_p
     assert eleven.delta_ppl < 6
     assert last.delta_ppl < 14
     assert min(eleven.delta_ppl_plain, last.delta_ppl_plain) > 50
+    assert_errors_agree_with_a_bootstrap(got)

@@ -100,6 +100,20 @@ def probe(model, at):
     return Recording(model, at).works(lambda: readout.states(ids))
 
 
+@pytest.mark.parametrize("pattern", ["q_proj", "o_proj", "gate_proj"])
+def test_what_comes_after_a_module_in_its_own_layer_is_run_again(pattern):
+    """Not only feed-forward blocks can be named, and attention comes before them."""
+    model, ids = cached("llama"), tokens(5, 12)
+    at = blocks(model, rf".*\.{pattern}")
+    assert len(at) == 3
+    variants = [(b, linears([b])[b.index]) for b in at]
+    fast, slow = (sweep(model, variants, ids, resume=resume) for resume in (True, False))
+    assert fast.resumed
+    for a, c in zip(fast.costs, slow.costs, strict=True):
+        assert torch.equal(a.change.nll_changed, c.change.nll_changed)
+        assert a.change.delta_nll != 0
+
+
 class Talking(nn.Module):
     """A layer that hands something to the next one behind the model's back, as shared caches do."""
 

@@ -42,6 +42,7 @@ __all__ = [
     "backbone",
     "blocks",
     "call_options",
+    "depth_indices",
     "projection_shape",
     "swapped",
     "tap",
@@ -159,7 +160,7 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
                 f"no feed-forward blocks in {name}: not a known family, and no list of layers has "
                 f"children named {', '.join(WHOLE)} or fc1 and fc2; name them: --blocks REGEX"
             )
-        return known if pattern is None else [known[i] for i in _indices(pattern, len(known))]
+        return known if pattern is None else [known[i] for i in depth_indices(pattern, len(known))]
     try:
         wanted = re.compile(pattern)
     except re.error as error:
@@ -350,7 +351,7 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _indices(text: str, count: int) -> list[int]:
+def depth_indices(text: str, count: int) -> list[int]:
     """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12."""
     chosen: set[int] = set()
     for part in text.replace(",", " ").split():

@@ -109,6 +109,7 @@ class Profile:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "swap.json").unlink(missing_ok=True)  # of maps that are about to be gone
         moments = {
             f"{store.block.index}.{g}.{part}.{name}": value
             for store in self.stores

@@ -8,9 +8,10 @@
             changed = run(inputs)               # the same inputs: layers from the block's on
 
 The model's own forward runs, so that masks, positions, the final norm and whatever else a family
-does stay its own. Layers before the block's return at once what they returned, and so does the
-attention beside the block: a swap at layer i of L costs L - 1 - i layers and the replacement. That a
-model passes nothing else from layer to layer is tried (`works`), not assumed.
+does stay its own. Layers before the block's return at once what they returned, and so does what is
+done in the block's own layer when the block begins, the attention: a swap at layer i of L costs
+L - 1 - i layers and the replacement. That a model passes nothing else from layer to layer is tried
+(`works`), not assumed.
 """
 
 from __future__ import annotations
@@ -26,25 +27,34 @@ from howlinear.families import Block, as_module, projection_shape, swapped
 
 
 class Recording:
-    """What the layers, and the attention beside each block, returned in one forward."""
+    """What the layers, and what stands beside each block, returned in one forward."""
 
     def __init__(self, model: nn.Module, at: Sequence[Block]) -> None:
         self.model = model
-        self.before: dict[Block, list[nn.Module]] = {}  # modules to answer for
+        self.before: dict[Block, list[nn.Module]] = {}  # modules that may be answered for
         for block in at:
             self.before[block] = _before(model, block)
         self.outputs: dict[nn.Module, Any] = {}
+        self.done: dict[Block, set[nn.Module]] = {}  # what had returned when the block began
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record the forward that runs inside."""
         self.outputs.clear()
+        self.done.clear()
         modules = dict.fromkeys(m for before in self.before.values() for m in before)
 
         def keep(module: nn.Module, _: Any, output: Any) -> None:
             self.outputs[module] = output
 
+        def begins(block: Block) -> Any:
+            entry = self.model.get_submodule(block.entry)
+            return entry.register_forward_pre_hook(
+                lambda *_: self.done.__setitem__(block, set(self.outputs))
+            )
+
         handles = [module.register_forward_hook(keep) for module in modules]
+        handles += [begins(block) for block in self.before]
         try:
             yield
         finally:
@@ -54,7 +64,8 @@ class Recording:
     @contextmanager
     def resumed(self, block: Block) -> Iterator[None]:
         """Inside, a forward of the same inputs starts at this block."""
-        with answering({m: self.outputs[m] for m in self.before[block] if m in self.outputs}):
+        done = self.done[block]
+        with answering({m: self.outputs[m] for m in self.before[block] if m in done}):
             yield
 
     def works(self, run: Callable[[], Tensor]) -> bool:
@@ -92,7 +103,7 @@ def answering(outputs: dict[nn.Module, Any]) -> Iterator[None]:
 
 
 def _before(model: nn.Module, block: Block) -> list[nn.Module]:
-    """The layers before the block's own, and what stands beside the block with weights to multiply."""
+    """The layers before the block's own, and what else in its own layer has weights to multiply."""
     parts = block.entry.split(".")
     for i in range(1, len(parts)):
         layers, name = model.get_submodule(".".join(parts[:i])), parts[i]

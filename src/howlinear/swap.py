@@ -13,8 +13,9 @@ and the block replaced by its mean output, on the same tokens.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from howlinear.affine import Affine, UnitMap, solve
-from howlinear.families import Block, Rows, as_module, backbone, blocks, tap
+from howlinear.families import Block, Rows, as_module, backbone, blocks, depth_indices, tap
 from howlinear.moments import Accumulator, Moments
 from howlinear.perplexity import Batches, Comparison, Loss, Protocol, Readout, protocol_of
 from howlinear.profiling import Profile, read_moments
@@ -47,6 +48,7 @@ class Swaps:
 
     blocks: list[BlockSwap]
     maps: dict[int, Map] = field(repr=False)
+    costs: dict[int, Cost] = field(repr=False)  # window by window
     base: Loss | None  # None where the model predicts no tokens
     settings: dict[str, Any]
     signals: dict[str, float | None]  # Spearman correlation with the plain map's delta_nll
@@ -121,7 +123,9 @@ def measure_swaps(
         "weighting": weighting,
         "batch_size": batch_size,
     }
-    fixed = {b.index: min(0 if units == "auto" else int(units), shelf.most(b)) for b, _ in pairs}
+    fixed = {
+        b.index: min(0 if units == "auto" else int(units), shelf.ladder(b)[-1]) for b, _ in pairs
+    }
     try:
         Readout(model)
     except ValueError as why:
@@ -131,7 +135,8 @@ def measure_swaps(
             for pair, cost in zip(pairs, costs, strict=True)
         ]
         maps = {b.index: shelf.map(b, fixed[b.index]) for b, _ in pairs}
-        return Swaps(records, maps, None, settings, {}, [f"no perplexity: {why}"])
+        by_index = {cost.block.index: cost for cost in costs}
+        return Swaps(records, maps, by_index, None, settings, {}, [f"no perplexity: {why}"])
     chosen = (
         _choose(pairs, shelf, partial(measured, "choosing units", windows=choose))
         if units == "auto"
@@ -145,42 +150,58 @@ def measure_swaps(
             variants[b.index, "chosen"] = (b, best)
     swept = measured("swapping", list(variants.values()), report)
     by_name = dict(zip(variants, swept.costs, strict=True))
-    records = []
+    records, by_index = [], {}
     for pair in pairs:
         own = {name: cost for (index, name), cost in by_name.items() if index == pair[0].index}
         records.append(_record(model, pair, shelf, chosen[pair[0].index], own))
+        by_index[pair[0].index] = own.get("chosen", own["plain"])
     base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
     settings |= {"tokens": base.tokens, "resumed": swept.resumed}
     notes = []
     if not swept.resumed:
         notes.append("this family cannot be resumed mid-depth: every swap ran the whole model")
     maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
-    return Swaps(records, maps, base, settings, _signals(pairs, records), notes)
+    return Swaps(records, maps, by_index, base, settings, _signals(pairs, records), notes)
 
 
 def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, BlockProfile]]:
-    """The model's blocks beside the run's; a run of another model is refused."""
-    found = {b.index: b for b in blocks(model)}
+    """The model's blocks beside the run's, or those `at`; a run of another model is refused."""
+    wanted = {p.index for p in run.blocks}
+    if at is not None and re.fullmatch(r"[\d,\-\s]*", at):
+        wanted = set(depth_indices(at, 1 + max(wanted)))
+    elif at is not None:
+        try:
+            wanted = {p.index for p in run.blocks if re.search(at, p.path)}
+        except re.error as err:
+            raise ValueError(f"--blocks {at!r} is not a regular expression: {err}") from None
+    pairs = []
     for p in run.blocks:
-        b = found.get(p.index)
-        if b is None or (b.path, b.d_in, b.d_out) != (p.path, p.d_in, p.d_out):
+        b = _block_at(model, p.path)
+        if b is None or (b.d_in, b.d_out) != (p.d_in, p.d_out):
+            here = f"{b.d_in} to {b.d_out}" if b else "missing"
             raise ValueError(
-                f"the run was made with another model: its block {p.index} is {p.path} "
-                f"({p.d_in} to {p.d_out}), this model's is "
-                + (f"{b.path} ({b.d_in} to {b.d_out})" if b else "missing")
+                f"the run was made with another model: its block {p.index} ({p.path}) is "
+                f"{p.d_in} to {p.d_out}, this model's is {here}"
             )
-    wanted = {b.index for b in blocks(model, at)}
-    pairs = [(found[p.index], p) for p in run.blocks if p.index in wanted]
+        if p.index in wanted:
+            pairs.append((replace(b, index=p.index), p))
     if not pairs:
         raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
     return pairs
+
+
+def _block_at(model: nn.Module, path: str) -> Block | None:
+    try:  # known blocks come first; a run may also be of modules that somebody named
+        return next((b for b in blocks(model, f"^{re.escape(path)}$") if b.path == path), None)
+    except ValueError:
+        return None
 
 
 # -- maps -----------------------------------------------------------------------------------------
 
 
 class _Shelf:
-    """The maps of a run's blocks, fitted from its moments when they are asked for."""
+    """The maps of a run's blocks, each fitted from its moments when it is first asked for."""
 
     def __init__(
         self,
@@ -195,64 +216,69 @@ class _Shelf:
         self.like = next(model.parameters()).detach()
         self.records = {p.index: p for p in run.blocks}
         self.made: dict[tuple[int, int], Map] = {}
-        self.mean: dict[int, Tensor] = {}  # of the output over the fit rows
-        self.spared: dict[
-            int, float
-        ] = {}  # share of the squared error that keeping units takes away
         self.weighted: dict[int, Moments] = {}
         if weighting in ("stream", "output"):
             if fit is None:
-                raise ValueError(
-                    f"the weighting {weighting} needs the text that the run was fitted on"
-                )
+                raise ValueError(f"weighting {weighting} needs the text that the run was fitted on")
             units = {b.index: self.records[b.index].sink_units or [] for b in at}
             self.weighted = weighted_moments(model, at, fit, weighting, units)
-        for b in at:
-            self._fit(b)
 
-    def most(self, block: Block) -> int:
-        """How many units there are to keep."""
-        return len(self.records[block.index].sink_units or ())
+    def ladder(self, block: Block) -> list[int]:
+        """How many units a map of this block may keep."""
+        return [k for k in UNITS if k <= len(self.records[block.index].sink_units or ())]
 
     def map(self, block: Block, k: int) -> Map:
-        return self.made[block.index, k]
+        if k == 0 and self.weighting == "none":
+            return self.plain(block)
+        key = (block.index, k)
+        if key not in self.made:
+            joint, _ = _fitted(self._rows(block), block.d_in + k)
+            units = tuple(self.records[block.index].sink_units or ())[:k]
+            hidden = taken(self.model, block, units) if units else None
+            fitted = UnitMap.split(joint, units, hidden) if hidden else joint
+            self.made[key] = fitted.to(self.like)
+        return self.made[key]
+
+    def spared(self, block: Block) -> float:
+        """Share of the fit's squared error that keeping the most units takes away."""
+        rows = self._rows(block)
+        rest, less = (_fitted(rows, block.d_in + k)[1] for k in (0, self.ladder(block)[-1]))
+        return 1 - less / rest if rest > 0 else 0.0
 
     def plain(self, block: Block) -> Affine:
         """Least squares with nothing to it: the run's own map."""
-        return self.run.maps[block.index].to(self.like)
+        key = (block.index, -1)
+        if key not in self.made:
+            self.made[key] = self.run.maps[block.index].to(self.like)
+        plain = self.made[key]
+        assert isinstance(plain, Affine)
+        return plain
 
     def baselines(self, block: Block) -> dict[str, Replacement]:
         """What a map has to beat: nothing at all, one constant, and plain least squares."""
-        mean = self.mean[block.index]
+        parts = read_moments(self.folder, self.records[block.index])
+        mean = _sum([*parts["body"], *parts["first"]]).mean_y.to(self.like)
         return {
             "plain": self.plain(block),
             "zero": lambda x: x.new_zeros(*x.shape[:-1], block.d_out),
             "mean": lambda x: mean.to(x).expand(*x.shape[:-1], block.d_out),
         }
 
-    def ladder(self, block: Block) -> list[int]:
-        return [k for k in UNITS if k <= self.most(block)]
+    def _rows(self, block: Block) -> Accumulator:
+        if block.index in self.weighted:
+            return self.weighted[block.index]
+        parts = read_moments(self.folder, self.records[block.index])
+        return _sum(
+            parts["body"] if self.weighting == "body" else [*parts["body"], *parts["first"]]
+        )
 
-    def _fit(self, block: Block) -> None:
-        record = self.records[block.index]
-        parts = read_moments(self.folder, record)
-        total = _sum([*parts["body"], *parts["first"]])
-        self.mean[block.index] = total.mean_y.to(self.like)
-        if self.weighting == "body":
-            total = _sum(parts["body"])
-        total = self.weighted.get(block.index, total)
-        units, rest = tuple(record.sink_units or ()), {}
-        for k in self.ladder(block):
-            narrow = total.narrow(block.d_in + k)
-            W, rank, Z = solve(narrow)
-            rest[k] = float(narrow.S_yy.sum() - Z.square().sum())  # what is left unexplained
-            joint = Affine(W, narrow.mean_y - W @ narrow.mean_x, rank)
-            hidden = taken(self.model, block, units[:k]) if k else None
-            fitted = UnitMap.split(joint, units[:k], hidden) if hidden else joint
-            self.made[block.index, k] = fitted.to(self.like)
-        if self.weighting == "none":
-            self.made[block.index, 0] = self.plain(block)  # the same, as it was saved
-        self.spared[block.index] = 1 - rest[max(rest)] / rest[0] if rest[0] > 0 else 0.0
+
+def _fitted(rows: Accumulator, columns: int) -> tuple[Affine, float]:
+    """The map of the first columns, and the squares that it leaves unexplained."""
+    narrow = rows.narrow(columns)
+    W, rank, Z = solve(narrow)
+    rest = float(narrow.S_yy.sum() - Z.square().sum())
+    return Affine(W, narrow.mean_y - W @ narrow.mean_x, rank), rest
 
 
 def _sum(accumulators: Sequence[Accumulator]) -> Accumulator:
@@ -310,9 +336,9 @@ def _choose(
         costs = measured([(b, shelf.map(b, k)) for b, k in what]).costs if what else []
         return {key: c.change for key, c in zip(what, costs, strict=True) if c.change is not None}
 
-    at = [b for b, _ in pairs if shelf.spared[b.index] >= SPARED]
-    ends = tried([(b, k) for b in at for k in dict.fromkeys((0, shelf.most(b)))])
-    gaining = [b for b in at if _gains(ends[b, 0], ends[b, shelf.most(b)])]
+    at = [b for b, _ in pairs if shelf.spared(b) >= SPARED]
+    ends = tried([(b, k) for b in at for k in dict.fromkeys((0, shelf.ladder(b)[-1]))])
+    gaining = [b for b in at if _gains(ends[b, 0], ends[b, shelf.ladder(b)[-1]])]
     every = ends | tried([(b, k) for b in gaining for k in shelf.ladder(b)[1:-1]])
     chosen = {b.index: 0 for b, _ in pairs}
     for b in gaining:

@@ -22,6 +22,13 @@ COLOURS = {
 }
 
 
+SAFETY_MEANS = {  # as one matrix; expectations from one backward pass
+    "likely safe": " (one matrix would move predictions by < 0.05 nats, by estimate)",
+    "costly": " (by 0.2 nats or more)",
+    "sink": " (by 0.2 nats or more, unless the map keeps their sink units)",
+}
+
+
 def plain(text: object, width: int | None = None) -> Text:
     """Text from outside, without control characters, cut in the middle to `width`."""
     shown = "".join(c if c.isprintable() else "?" for c in str(text))
@@ -40,6 +47,7 @@ def _wide(b: BlockProfile) -> list[str]:
     return [
         number(b.first_share),
         number(b.stream_error, 4),
+        "-" if b.swap_signal is None else f"{b.swap_signal:.3f}",
         f"{b.input_rank}/{b.d_in}",
         condition,
         number(b.rows_per_column, 1),
@@ -57,17 +65,17 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
             f"{settings['window']}, protocol {settings['protocol']}, {scheme}"
         )
     )
-    wide = console.width >= 120
+    wide = console.width >= 132
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("#", justify="right")
     table.add_column("module", overflow="ellipsis", no_wrap=True)
     for name in ("R2 ± se", "body", "scalar", "feat.", "rank"):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
-        for name in ("first", "stream err.", "input rank", "condition", "rows/col."):
+        for name in ("first", "stream err.", "signal", "input rank", "condition", "rows/col."):
             table.add_column(name, justify="right", no_wrap=True)
     table.add_column("kind", no_wrap=True)
-    room = max(12, console.width - (60 if not wide else 113))
+    room = max(12, console.width - (60 if not wide else 120))
     for b in blocks:
         se = "" if b.r2_se is None else f" ±{b.r2_se:.3f}".replace("±0.", "±.")
         cells = [
@@ -90,8 +98,25 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
         pair = f"blocks {s['largest_jump_after']} and {s['largest_jump_before']}"
         console.print(f"largest jump {number(s['largest_jump'])}, between {pair}")
     console.print(f"rank correlation of R2 with depth {number(s['depth_spearman'], 2)}")
+    by_safety: dict[str, list[int]] = {}
+    for b in blocks:
+        by_safety.setdefault(b.safety, []).append(b.index)
+    for word, meaning in SAFETY_MEANS.items():
+        if word in by_safety:
+            console.print(plain(f"{word}: blocks {ranges(by_safety[word])}{meaning}"))
     for note in data["notes"]:
         console.print(plain(f"note: {note}"))
+
+
+def ranges(indices: list[int]) -> str:
+    """3, 5, 9-12, as `--blocks` takes it."""
+    parts: list[list[int]] = []
+    for i in sorted(indices):
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in parts)
 
 
 def signed(value: float | None) -> str:
