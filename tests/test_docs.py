@@ -22,6 +22,7 @@ def test_readme_examples_run(code, capsys):
     assert re.search(
         r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M
     )
+    assert re.search(r"^block 10 as one matrix: perplexity \+\d\.\d\d ± \d\.\d\d$", shown, re.M)
 
 
 def test_readme_commands_exist():
@@ -29,12 +30,11 @@ def test_readme_commands_exist():
 
     from howlinear.cli import app
 
-    known = CliRunner().invoke(app, ["profile", "--help"], env={"COLUMNS": "200"}).output
-    flags = set(
-        re.findall(r"(?<=\s)--[a-z-]+", "\n".join(re.findall(r"^howlinear .*", README, re.M)))
-    )
-    assert flags
-    assert all(flag in known for flag in flags)
+    lines = re.findall(r"^howlinear (\w+) (.*?)(?:#.*)?$", README, re.M)
+    assert {command for command, _ in lines} == {"profile", "swap"}
+    for command, rest in lines:
+        known = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        assert all(flag in known for flag in re.findall(r"(?<!\S)--?[a-z-]+", rest)), rest
 
 
 def test_every_field_and_kind_is_documented():

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from howlinear.families import Block, call_options
 from howlinear.perplexity import Readout, evaluating
 
-TOKENS = 512  # a few hundred rank blocks as well as thousands do
-LENGTH = 128
+TOKENS = 256  # a few hundred rank blocks as well as thousands do
+LENGTH = 64
 LOGITS = 2**24  # at a time
 
 
@@ -48,7 +48,7 @@ def fisher(
     for batch in ids.split(size):
         for index, gradient in _gradients(model, at, batch.to(readout.device), generator).items():
             flat = gradient.reshape(-1, gradient.shape[-1])
-            sums[index] += flat.double().square().sum(0).cpu()
+            sums[index] += flat.float().square().sum(0).cpu()  # mps has no float64
     return {index: total / ids.numel() for index, total in sums.items()}
 
 

@@ -299,7 +299,11 @@ def _pass(
     extra = call_options(net)
     by_index = {store.block.index: store for store in stores}
     # all hidden units at first, then those that the store chose
-    units: dict[int, Tensor | None] = {i: None for i, s in by_index.items() if s.norms is not None}
+    units: dict[int, Tensor | None] = {
+        i: None if s.units is None else torch.tensor(s.units)
+        for i, s in by_index.items()
+        if s.norms is not None
+    }
     number, tokens, offsets = 0, 0, [0]
     heard = 0
 

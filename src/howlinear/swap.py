@@ -300,14 +300,14 @@ def weighted_moments(
 
     def receive(block: Block, rows: Rows) -> None:
         if weighting == "output":
-            weight = rows.y.double().square().sum(1).reciprocal()
+            weight = rows.y.float().square().sum(1).reciprocal()
         elif rows.stream is None:
             raise ValueError(
                 f"block {block.index} ({block.path}): the residual stream of this family is not "
                 "known: use --weighting output or body"
             )
         else:
-            weight = rows.stream.double().rsqrt()
+            weight = rows.stream.rsqrt()
         x = rows.x if rows.hidden is None else torch.cat([rows.x, rows.hidden], 1)
         found[block.index].update(x, rows.y, weight)
 

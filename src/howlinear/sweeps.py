@@ -210,15 +210,15 @@ class _Errors:
         y, guess = y.float(), guess.float()
         self.n += len(y)
         self.elements += y.numel()
-        self.cosine += float(torch.cosine_similarity(y, guess, dim=1).double().sum())
-        self.squares += float((y - guess).square().sum(dtype=torch.float64))
+        self.cosine += float(torch.cosine_similarity(y, guess, dim=1).sum())
+        self.squares += float((y - guess).square().sum())
         if rows.stream is None:
             self.stream = math.nan
             return
         if self.out_norm is not None:
             y, guess = self.out_norm(rows.y), self.out_norm(guess.to(rows.y))
         off = (y - guess).float().square().sum(1) / rows.stream
-        self.stream += float(off.sum(dtype=torch.float64))
+        self.stream += float(off.sum())
 
     def means(self) -> tuple[float, float, float]:
         """(cosine, rmse, stream_error)"""

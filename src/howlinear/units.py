@@ -58,7 +58,7 @@ def writes(model: nn.Module, block: Block) -> Tensor | None:
     except ValueError:
         return None
     down = attrgetter(str(block.down))(model)
-    return _weight(down).detach().double().square().sum(0)
+    return _weight(down).detach().cpu().double().square().sum(0)
 
 
 def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
@@ -67,11 +67,11 @@ def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tens
     A unit's energy is its mean squared activation times the squared norm of what it writes; shares
     are of the energy of all units.
     """
-    energy = hidden.double().square().mean(0).to(norms.device) * norms
+    energy = hidden.cpu().double().square().mean(0) * norms
     shares, units = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).topk(
         min(most, len(energy))
     )
-    return units.cpu(), shares.cpu()
+    return units, shares
 
 
 def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
