@@ -27,14 +27,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from howlinear.affine import Affine, UnitMap, solve
 from howlinear.families import Block, Rows, as_module, backbone, blocks, depth_indices, tap
 from howlinear.moments import Accumulator, Moments
-from howlinear.perplexity import Batches, Comparison, Loss, Protocol, Readout, protocol_of
+from howlinear.perplexity import (
+    Batches,
+    Comparison,
+    Loss,
+    Protocol,
+    Readout,
+    evaluating,
+    protocol_of,
+)
 from howlinear.profiling import Profile, read_moments
 from howlinear.records import SCHEMA, BlockProfile, BlockSwap, read_json, spearman, write_json
 from howlinear.sweeps import Cost, Replacement, Sweep, Variant, map_errors, model_inputs, sweep
 from howlinear.units import taken
 
 UNITS = (0, 1, 2, 4)
-SPARED = 0.03
+SPARED = 0.03  # of the squared error; less, and two standard errors of a loss would not show it
 # how rows are weighted in a fit: all alike; without first positions; by 1/|h|; by 1/|y|^2
 WEIGHTINGS = ("none", "body", "stream", "output")
 
@@ -312,7 +320,7 @@ def weighted_moments(
         found[block.index].update(x, rows.y, weight)
 
     heard = {i: torch.tensor(u) for i, u in units.items() if u}
-    with torch.no_grad(), tap(model, receive, at=at, units=heard):
+    with torch.no_grad(), evaluating(model), tap(model, receive, at=at, units=heard):
         for inputs in model_inputs(model, windows):
             backbone(model)(**inputs)
     return found

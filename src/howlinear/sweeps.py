@@ -29,6 +29,7 @@ from howlinear.perplexity import (
     TokenScores,
     batches,
     chunks,
+    evaluating,
     protocol_of,
     reference,
 )
@@ -137,7 +138,7 @@ def map_errors(model: nn.Module, variants: Sequence[Variant], windows: Batches) 
     def receive(block: Block, rows: Rows) -> None:
         errors[block].update(rows, maps[block](rows.x))
 
-    with torch.no_grad(), tap(model, receive, at=list(maps)):
+    with torch.no_grad(), evaluating(model), tap(model, receive, at=list(maps)):
         for inputs in model_inputs(model, windows):
             backbone(model)(**inputs)
     return [Cost(block, None, *errors[block].means()) for block in maps]
