@@ -23,6 +23,7 @@ def little(minilm, wikitext, tmp_path_factory):
     common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
     done = run("profile", folder / "model", *common, "-o", folder / "run")
     assert done.returncode == 0, done.stderr
+    assert "as one matrix, by estimate: " in done.stdout
     return folder
 
 

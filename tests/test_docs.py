@@ -65,9 +65,10 @@ def test_kinds_follow_the_documented_rules(numbers, kind):
 @pytest.mark.parametrize(
     ("numbers", "safety"),
     [  # swap_signal, first_share, sink_shares
-        ((0.03, 0.0, [0.1, 0.1]), "likely safe"),
-        ((0.03, 0.9, [0.9, 0.1]), "likely safe"),
-        ((0.1, 0.9, [0.9, 0.1]), "some cost"),
+        ((0.02, 0.0, [0.1, 0.1]), "likely safe"),
+        ((0.02, 0.9, [0.9, 0.1]), "likely safe"),
+        ((0.03, 0.9, [0.9, 0.1]), "some cost"),
+        ((0.1, 0.0, [0.1, 0.1]), "costly"),
         ((3.0, 0.9, [0.9, 0.1]), "sink"),
         ((3.0, 0.9, None), "costly"),
         ((3.0, 0.3, [0.9, 0.1]), "costly"),

@@ -70,3 +70,11 @@ def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
     (tmp_path / "y.json").write_text("{}")
     assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "y.json").stat().st_mode
     assert json.loads((tmp_path / "x.json").read_text())["kind"] == "k"
+
+
+def test_index_ranges_read_as_blocks_takes_them():
+    from howlinear.families import depth_indices
+    from howlinear.terminal import ranges
+
+    assert ranges([3, 5, 9, 10, 11, 12]) == "3,5,9-12"
+    assert depth_indices(ranges([0, 1, 7]), 8) == [0, 1, 7]

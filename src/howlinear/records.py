@@ -165,9 +165,9 @@ def safety_of(
     """May this block become one matrix? In plain words; conventions, stated in docs/fields.md."""
     if swap_signal is None or math.isnan(swap_signal):
         return "unknown"
-    if swap_signal < 0.05:
+    if swap_signal < 0.03:
         return "likely safe"
-    if swap_signal < 0.2:
+    if swap_signal < 0.1:
         return "some cost"
     made_by_few = sink_shares is not None and sum(sink_shares) >= 0.5
     return "sink" if made_by_few and (first_share or 0.0) >= 0.5 else "costly"

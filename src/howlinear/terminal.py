@@ -22,10 +22,10 @@ COLOURS = {
 }
 
 
-SAFETY_MEANS = {  # as one matrix; expectations from one backward pass
-    "likely safe": " (one matrix would move predictions by < 0.05 nats, by estimate)",
-    "costly": " (by 0.2 nats or more)",
-    "sink": " (by 0.2 nats or more, unless the map keeps their sink units)",
+SAFETY_MEANS = {  # in the order shown
+    "likely safe": "likely safe",
+    "costly": "costly",
+    "sink": "costly unless sink units are kept",
 }
 
 
@@ -101,9 +101,14 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
     by_safety: dict[str, list[int]] = {}
     for b in blocks:
         by_safety.setdefault(b.safety, []).append(b.index)
-    for word, meaning in SAFETY_MEANS.items():
-        if word in by_safety:
-            console.print(plain(f"{word}: blocks {ranges(by_safety[word])}{meaning}"))
+    words = [
+        f"{meaning} {ranges(by_safety[word])}"
+        for word, meaning in SAFETY_MEANS.items()
+        if word in by_safety
+    ]
+    if words:
+        console.print(plain(f"as one matrix, by estimate: {'; '.join(words)}"))
+        console.print("`howlinear swap RUN` measures what a swap costs")
     for note in data["notes"]:
         console.print(plain(f"note: {note}"))
 
