@@ -88,3 +88,9 @@ def test_every_causal_family_has_one(name):
     care = fisher(model, blocks(model), tokens(3, 8))
     assert all(c.isfinite().all() and c.sum() > 0 for c in care.values())
     assert len(care) == tiny.TINY[name].blocks
+
+
+def test_small_vocabularies_are_enough():
+    model = tiny.model("llama", vocab_size=7)
+    care = fisher(model, blocks(model), torch.randint(3, 7, (3, 8)))
+    assert all(c.sum() > 0 for c in care.values())

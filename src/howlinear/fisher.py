@@ -37,7 +37,7 @@ def fisher(
     """
     try:
         readout = Readout(model)
-    except ValueError:
+    except (ValueError, AttributeError, TypeError):  # it is not that kind of model
         return None
     generator = torch.Generator().manual_seed(seed)
     ids = windows[:, :LENGTH]

@@ -227,8 +227,9 @@ class Readout:
             )
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.positions = getattr(text, "max_position_embeddings", None)
-        ids = torch.arange(10, 18).repeat(2, 1)  # any tokens do
-        ids[1, -1] = 9
+        size = getattr(model.get_input_embeddings(), "num_embeddings", 18)  # type: ignore[operator]
+        ids = torch.arange(10, 18).repeat(2, 1) % size  # any tokens do
+        ids[1, -1] = (ids[0, -1] + 1) % size
         with torch.no_grad(), during(), evaluating(model):
             want = model(input_ids=ids.to(self.device)).logits
         if not _close(want[0, :-1], want[1, :-1]):
