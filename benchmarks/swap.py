@@ -11,6 +11,10 @@ two ways taking turns; both must give the same losses.
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
+
 import argparse
 import statistics
 import time

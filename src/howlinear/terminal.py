@@ -153,9 +153,9 @@ def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) 
     for b in blocks:
         cells = []
         if base is not None:
-            se = "" if b.delta_ppl_se is None else f" ±{b.delta_ppl_se:.2f}"
+            se = number(b.delta_ppl_se, 2)  # of one window there is none
             cells += [
-                signed(b.delta_ppl) + se,
+                f"{signed(b.delta_ppl)} ±{se}",
                 str(len(b.units)),
                 signed(b.delta_ppl_plain),
                 signed(b.delta_ppl_zero),
