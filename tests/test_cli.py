@@ -210,6 +210,8 @@ def test_interrupting_leaves_nothing(minilm, tmp_path):
         [*COMMAND, "profile", str(minilm), "-o", str(out), "--tokens", "400000"],
         stderr=subprocess.PIPE,
         text=True,
+        # a background job ignores interrupts, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
         if "GB of memory" in line:

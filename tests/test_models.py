@@ -188,7 +188,13 @@ def test_a_folder_comes_with_its_tokenizer(llama_folder):
     assert tokenizer("hi").input_ids == byte_tokenizer()("hi").input_ids
     expected = tiny_llama()(IDS).logits
     assert torch.equal(model(IDS).logits, expected)
-    assert describe(model, "x", "main") == {
+    about = describe(model, "x", "main")
+    weights = about.pop("weights")
+    assert weights == describe(tiny_llama(), "x")["weights"]
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1e-3
+    assert weights != describe(model, "x")["weights"]  # another checkpoint of the same shape
+    assert about == {
         "id": "x",
         "revision": "main",
         "family": "llama",
