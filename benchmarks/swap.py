@@ -5,8 +5,9 @@
 
 The obvious loop runs the whole model once for each block. The sweep computes what comes before a
 swapped block once: (L + 1) / 2 passes through the layers and L + 1 through the head for L blocks,
-plus the maps themselves. Multiply-adds are counted by torch, times are ratios within one run, the
-two ways taking turns; both must give the same losses.
+plus the maps themselves and, once, a try on four tokens whether the model can be resumed.
+Multiply-adds are counted by torch, times are ratios within one run, the two ways taking turns; both
+must give the same losses.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_a_sweep_costs_half_the_layers_of_the_obvious_loop(name):
     head = flops(lambda: readout.logits(torch.zeros(4 * 15, 16)))
     maps = sum(2 * ids.numel() * b.d_in * b.d_out for b in at)
     swept = flops(lambda: sweep(model, copies, ids))
-    apart = flops(lambda: Readout(model)) + flops(lambda: probe(model, at))  # on 16 tokens, once
+    apart = flops(lambda: Readout(model)) + flops(lambda: probe(model, at))  # on a few tokens, once
     assert swept - apart <= (depth + 1) / 2 * once + (depth + 1) * head + maps
     assert swept - apart > (depth - 1) / 2 * once  # the count sees the work
     obvious = flops(lambda: sweep(model, copies, ids, resume=False))
@@ -96,7 +96,7 @@ def flops(run):
 
 def probe(model, at):
     readout = Readout(model)
-    ids = {"input_ids": torch.arange(10, 26)[None] % readout.vocabulary}
+    ids = {"input_ids": torch.arange(10, 14)[None]}
     return Recording(model, at).works(lambda: readout.states(ids))
 
 
