@@ -159,7 +159,7 @@ def profile(
     check_folder(out, settings, overwrite)
     text = _text(text_file, dataset, dataset_config, split, text_column)
 
-    from howlinear import corpus, models, profiling, records, stores
+    from howlinear import corpus, models, profiling, stores
 
     say(f"loading {model or 'the built-in model'}")
     net, tokenizer = models.load(
@@ -202,16 +202,7 @@ def profile(
         versions=_versions(),
     )
     result.save(out)
-    if as_json:
-        print(records.dumps(result.to_dict()))
-        return
-    from rich.console import Console
-
-    from howlinear.terminal import show_profile
-
-    console = Console(highlight=False)
-    show_profile(console, result.to_dict(), result.blocks)
-    console.print(f"results in {out}", markup=False, soft_wrap=True)
+    _show(result, "show_profile", out, as_json)
 
 
 @app.command()
@@ -249,14 +240,12 @@ def swap(
     ] = False,
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
-    from howlinear import records
-
     asked, about = _asked(run)
     text = _text(*asked["text"])
     if text.fingerprint() != about["corpus"]["fingerprint"]:
         raise ValueError(f"the text of {run} has changed since: profile again ({text.name})")
 
-    from howlinear import models
+    from howlinear import corpus, models
     from howlinear.perplexity import Protocol as Cut
     from howlinear.swap import measure_swaps
 
@@ -279,8 +268,6 @@ def swap(
     fit = None
     if weighting in (Weighting.stream, Weighting.output):
         length, budget = about["settings"]["window"], about["settings"]["tokens"]
-        from howlinear import corpus
-
         fit = _inputs(net, corpus.windows(text.fit, tokenizer, length, tokens=budget, bos=bos), 8)
     with progress_bars() as begin:
         result = measure_swaps(
@@ -304,19 +291,26 @@ def swap(
         versions=_versions(),
     )
     result.save(run)
+    _show(result, "show_swaps", run / "swap.json", as_json)
+
+
+# -- what the commands need ----------------------------------------------------------------------
+
+
+def _show(result: Any, table: str, where: Path, as_json: bool) -> None:
+    """The result as one JSON document, or as a table of `terminal` and where to find it."""
+    from howlinear import records
+
     if as_json:
         print(records.dumps(result.to_dict()))
         return
     from rich.console import Console
 
-    from howlinear.terminal import show_swaps
+    from howlinear import terminal
 
     console = Console(highlight=False)
-    show_swaps(console, result.to_dict(), result.blocks)
-    console.print(f"results in {run / 'swap.json'}", markup=False, soft_wrap=True)
-
-
-# -- what the commands need ----------------------------------------------------------------------
+    getattr(terminal, table)(console, result.to_dict(), result.blocks)
+    console.print(f"results in {where}", markup=False, soft_wrap=True)
 
 
 def _text(

@@ -46,7 +46,10 @@ SPARED = 0.03  # of the squared error; less, and two standard errors of a loss w
 # how rows are weighted in a fit: all alike; without first positions; by 1/|h|; by 1/|y|^2
 WEIGHTINGS = ("none", "body", "stream", "output")
 
+NOT_RESUMED = "this family cannot be resumed mid-depth: every swap ran the whole model"
+
 Map = Affine | UnitMap
+Pairs = Sequence[tuple[Block, BlockProfile]]
 Progress = Callable[[str, int], Callable[[int], None]]
 
 
@@ -125,51 +128,71 @@ def measure_swaps(
         done = progress(what, size * len(variants)) if progress else None
         return sweep(model, variants, windows, protocol=how, batch_size=batch_size, progress=done)
 
-    settings: dict[str, Any] = {
+    settings = {
         "protocol": how.name,
         "units": units,
         "weighting": weighting,
         "batch_size": batch_size,
     }
-    fixed = {
+    chosen = {
         b.index: min(0 if units == "auto" else int(units), shelf.ladder(b)[-1]) for b, _ in pairs
     }
     try:
         Readout(model)
     except ValueError as why:
-        costs = map_errors(model, [(b, shelf.map(b, fixed[b.index])) for b, _ in pairs], report)
-        records = [
-            _record(model, pair, shelf, fixed[pair[0].index], {"chosen": cost})
-            for pair, cost in zip(pairs, costs, strict=True)
-        ]
-        maps = {b.index: shelf.map(b, fixed[b.index]) for b, _ in pairs}
-        by_index = {cost.block.index: cost for cost in costs}
-        return Swaps(records, maps, by_index, None, settings, {}, [f"no perplexity: {why}"])
-    chosen = (
-        _choose(pairs, shelf, partial(measured, "choosing units", windows=choose))
-        if units == "auto"
-        else fixed
-    )
+        return _without_perplexity(model, pairs, shelf, chosen, report, settings, str(why))
+    if units == "auto":
+        chosen = _choose(pairs, shelf, partial(measured, "choosing units", windows=choose))
+    swept, named = _reported(pairs, shelf, chosen, partial(measured, "swapping", windows=report))
+    costs = {i: own.get("chosen", own["plain"]) for i, own in named.items()}
+    records = [
+        _record(model, pair, shelf, chosen[pair[0].index], named[pair[0].index]) for pair in pairs
+    ]
+    base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
+    settings |= {"tokens": base.tokens, "resumed": swept.resumed}
+    notes = [] if swept.resumed else [NOT_RESUMED]
+    maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
+    return Swaps(records, maps, costs, base, settings, _signals(pairs, records), notes)
+
+
+def _reported(
+    pairs: Pairs,
+    shelf: _Shelf,
+    chosen: dict[int, int],
+    measured: Callable[[Sequence[Variant]], Sweep],
+) -> tuple[Sweep, dict[int, dict[str, Cost]]]:
+    """Every block's baselines and its chosen map in one sweep: the costs by block and name."""
     variants: dict[tuple[int, str], Variant] = {}
     for b, _ in pairs:
         variants |= {(b.index, name): (b, m) for name, m in shelf.baselines(b).items()}
         best = shelf.map(b, chosen[b.index])
-        if best is not shelf.map(b, 0) or weighting != "none":
+        if best is not shelf.plain(b):
             variants[b.index, "chosen"] = (b, best)
-    swept = measured("swapping", list(variants.values()), report)
-    by_name = dict(zip(variants, swept.costs, strict=True))
-    records, by_index = [], {}
-    for pair in pairs:
-        own = {name: cost for (index, name), cost in by_name.items() if index == pair[0].index}
-        records.append(_record(model, pair, shelf, chosen[pair[0].index], own))
-        by_index[pair[0].index] = own.get("chosen", own["plain"])
-    base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
-    settings |= {"tokens": base.tokens, "resumed": swept.resumed}
-    notes = []
-    if not swept.resumed:
-        notes.append("this family cannot be resumed mid-depth: every swap ran the whole model")
+    swept = measured(list(variants.values()))
+    by_block: dict[int, dict[str, Cost]] = {b.index: {} for b, _ in pairs}
+    for (index, name), cost in zip(variants, swept.costs, strict=True):
+        by_block[index][name] = cost
+    return swept, by_block
+
+
+def _without_perplexity(
+    model: nn.Module,
+    pairs: Pairs,
+    shelf: _Shelf,
+    chosen: dict[int, int],
+    report: Batches,
+    settings: dict[str, Any],
+    why: str,
+) -> Swaps:
+    """How far the maps are from their blocks, for models that predict no next token."""
     maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
-    return Swaps(records, maps, by_index, base, settings, _signals(pairs, records), notes)
+    found = map_errors(model, [(b, maps[b.index]) for b, _ in pairs], report)
+    costs = {cost.block.index: cost for cost in found}
+    records = [
+        _record(model, pair, shelf, chosen[pair[0].index], {"chosen": costs[pair[0].index]})
+        for pair in pairs
+    ]
+    return Swaps(records, maps, costs, None, settings, {}, [f"no perplexity: {why}"])
 
 
 def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, BlockProfile]]:
@@ -330,7 +353,7 @@ def weighted_moments(
 
 
 def _choose(
-    pairs: Sequence[tuple[Block, BlockProfile]],
+    pairs: Pairs,
     shelf: _Shelf,
     measured: Callable[[Sequence[Variant]], Sweep],
 ) -> dict[int, int]:
@@ -420,9 +443,7 @@ def multiply_adds(module: nn.Module, block: Block, like: Tensor, rows: int = 8) 
     return round(counter.get_total_flops() / 2 / rows)
 
 
-def _signals(
-    pairs: list[tuple[Block, BlockProfile]], records: list[BlockSwap]
-) -> dict[str, float | None]:
+def _signals(pairs: Pairs, records: list[BlockSwap]) -> dict[str, float | None]:
     """Rank correlation of what a profile knows with the measured cost of the plain map."""
     profiles, costs = [p for _, p in pairs], [r.delta_nll_plain for r in records]
     known: dict[str, list[float | None]] = {
