@@ -1,6 +1,7 @@
 """Each arrow in the code points to a lower layer: who may import whom."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ ROOT = Path(howlinear.__file__).parent
 MODULES = {path.stem: path for path in ROOT.glob("*.py")}
 
 
+@cache
 def imports(path):
     """Names of modules that a file imports, anywhere in it."""
     found = set()

@@ -31,6 +31,7 @@ _HOME = {
     "evaluate": "perplexity",
     "compare": "perplexity",
     "swap_costs": "sweeps",
+    "probe": "probing",
 }
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "evaluate",
     "fit",
     "load",
+    "probe",
     "profile",
     "score",
     "swap_costs",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from howlinear.models import load
     from howlinear.moments import TSQR, Moments
     from howlinear.perplexity import compare, evaluate
+    from howlinear.probing import probe
     from howlinear.profiling import Profile, profile
     from howlinear.sweeps import swap_costs
 

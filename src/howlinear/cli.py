@@ -56,6 +56,12 @@ class Weighting(StrEnum):
     output = "output"
 
 
+class Search(StrEnum):
+    ours = "ours"
+    paper = "paper"
+
+
+PARTS = ("fit", "choose", "report")
 INTERRUPTED = 130  # exit code, as of a shell
 
 # typer brings a click of its own in some versions and asks for the real one in others
@@ -241,25 +247,14 @@ def swap(
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
     asked, about = _asked(run)
-    text = _text(*asked["text"])
-    if text.fingerprint() != about["corpus"]["fingerprint"]:
-        raise ValueError(f"the text of {run} has changed since: profile again ({text.name})")
+    text = _run_text(run, asked, about)
 
-    from howlinear import corpus, models
+    from howlinear import corpus
     from howlinear.perplexity import Protocol as Cut
     from howlinear.swap import measure_swaps
 
     cut = Cut.parse(protocol)
-    say(f"loading {asked['model'] or 'the built-in model'}")
-    net, tokenizer = models.load(
-        asked["model"],
-        revision=asked["revision"],
-        dtype=asked["dtype"],
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
-    _check_model(run, about["model"], models.describe(net, asked["model"], asked["revision"]))
+    net, tokenizer = _run_model(run, asked, about, device, trust_remote_code, allow_pickle)
     bos = about["settings"].get("bos", "auto")
     if cut.name.startswith("windows"):
         cut = Cut.parse(f"windows-{_fitting(net, tokenizer, cut.length)}")
@@ -292,6 +287,108 @@ def swap(
     )
     result.save(run)
     _show(result, "show_swaps", run / "swap.json", as_json)
+
+
+@app.command()
+def probe(
+    run: Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")],
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="Probes, with commas: bilinear, degree, units, where, quantised; slower: dense, "
+            "poly, seeded, trained, healing; or all."
+        ),
+    ] = "bilinear,degree,units,where,quantised",
+    rank: Annotated[int, typer.Option(help="Products of the bilinear layer.", min=1)] = 16,
+    solver: Annotated[
+        Search, typer.Option(help="Of the bilinear layer; paper: Adam on raw inputs, gated.")
+    ] = Search.ours,
+    seeds: Annotated[int, typer.Option(help="Starts of whatever is searched for.", min=1)] = 3,
+    blocks: Annotated[
+        str | None, typer.Option(help="Blocks to probe: 3,5,9-12 or a regular expression.")
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows to fit on, of the run's text; a quarter as many to choose by, a third to "
+            "report on. All that the run read, 30000 at most, by default.",
+            min=1,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(help="Tokens to predict with each fitted layer swapped in; 0: none.", min=0),
+    ] = 4096,
+    seed: Annotated[int, typer.Option(help="Of row samples and the first start.")] = 0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print probe.json and nothing else.")
+    ] = False,
+) -> None:
+    """Find out what the map of each block leaves is made of."""
+    asked, about = _asked(run)
+    text = _run_text(run, asked, about)
+
+    from howlinear import probing
+    from howlinear.perplexity import Protocol as Cut
+    from howlinear.profiling import Profile
+    from howlinear.swap import match
+
+    names = probing.KINDS if kind == "all" else tuple(k.strip() for k in kind.split(","))
+    how = probing.Settings(names, rank=rank, solver=solver.value, seeds=seeds, seed=seed)
+    net, tokenizer = _run_model(run, asked, about, "cpu", trust_remote_code, allow_pickle)
+    at = [b for b, _ in match(net, Profile.load(run), blocks)]
+    bos, length = about["settings"].get("bos", "auto"), about["settings"]["window"]
+    budget = min(rows or 30_000, about["settings"]["tokens"])
+    fit, choose, report = (
+        _inputs(net, ids, 8)
+        for ids in probing.windows_of(text, tokenizer, length, budget, about["settings"], seed)
+    )
+    counts = [probing.count(w) for w in (fit, choose, report)]
+    room = available_memory()
+    together, bytes_needed = probing.needs(at, sum(counts), None if room is None else room // 2)
+    if room is not None and bytes_needed > room:
+        raise ValueError(
+            f"rows need {bytes_needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: "
+            "lower --rows"
+        )
+    say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
+    say(f"{together} blocks at a time, {bytes_needed / 1e9:.1f} GB of memory")
+    cut = Cut.parse(f"windows-{_fitting(net, tokenizer, 128)}")
+    predict = _held_out(text.report(), tokenizer, cut, tokens, bos)[0] if tokens else None
+    healed = None
+    if "healing" in names:
+        from howlinear import corpus
+
+        healed = corpus.windows(text.fit, tokenizer, cut.length, tokens=budget, bos=bos)
+    with progress_bars() as begin:
+        result = probing.probe(
+            net,
+            run,
+            fit=fit,
+            choose=choose,
+            report=report,
+            settings=how,
+            at=blocks,
+            predict=None if predict is None else _inputs(net, predict, 8),
+            protocol=cut,
+            heal_on=healed,
+            decode=lambda token: tokenizer.decode([token]),
+            memory=None if room is None else room // 2,
+            about={
+                "model": about["model"],
+                "corpus": {"name": text.name, **dict(zip(PARTS, text.parts, strict=True))},
+                "command": shlex.join(["howlinear", *sys.argv[1:]]),
+                "versions": _versions(),
+            },
+            progress=begin,
+        )
+    _show(result, "show_probes", run / "probe.json", as_json)
 
 
 # -- what the commands need ----------------------------------------------------------------------
@@ -342,6 +439,38 @@ def _asked(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if asked["text"][0] == "-":
         raise ValueError(f"{run} read its text from stdin: save it, profile it with --text-file")
     return asked, about
+
+
+def _run_text(run: Path, asked: dict[str, Any], about: dict[str, Any]) -> Text:
+    """The text of a run, as it was then."""
+    text = _text(*asked["text"])
+    if text.fingerprint() != about["corpus"]["fingerprint"]:
+        raise ValueError(f"the text of {run} has changed since: profile again ({text.name})")
+    return text
+
+
+def _run_model(
+    run: Path,
+    asked: dict[str, Any],
+    about: dict[str, Any],
+    device: str,
+    trust_remote_code: bool,
+    allow_pickle: bool,
+) -> tuple[Any, Any]:
+    """The model of a run, as it was then, and its tokenizer."""
+    from howlinear import models
+
+    say(f"loading {asked['model'] or 'the built-in model'}")
+    net, tokenizer = models.load(
+        asked["model"],
+        revision=asked["revision"],
+        dtype=asked["dtype"],
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    _check_model(run, about["model"], models.describe(net, asked["model"], asked["revision"]))
+    return net, tokenizer
 
 
 def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

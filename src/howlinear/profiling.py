@@ -109,7 +109,8 @@ class Profile:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "swap.json").unlink(missing_ok=True)  # of maps that are about to be gone
+        for name in ("swap.json", "probe.json"):  # of maps that are about to be gone
+            (folder / name).unlink(missing_ok=True)
         moments = {
             f"{store.block.index}.{g}.{part}.{name}": value
             for store in self.stores

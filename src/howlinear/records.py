@@ -33,6 +33,7 @@ TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
     "list[int]": list,
     "list[float]": list,
     "dict[str, float]": dict,
+    "dict[str, Any]": dict,
 }
 COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
 
@@ -134,6 +135,27 @@ class BlockSwap(_Record):
     swap_signal: float | None
 
 
+@dataclass(frozen=True)
+class BlockProbe(_Record):
+    """What one block's map leaves is made of, by kind of probe. Fields are in docs/fields.md."""
+
+    index: int
+    path: str
+    r2: float
+    r2_body: float
+    linear: dict[str, Any]
+    bilinear: dict[str, Any] | None = None
+    degree: dict[str, Any] | None = None
+    units: dict[str, Any] | None = None
+    dense: dict[str, Any] | None = None
+    poly: dict[str, Any] | None = None
+    seeded: dict[str, Any] | None = None
+    trained: dict[str, Any] | None = None
+    where: dict[str, Any] | None = None
+    quantised: dict[str, Any] | None = None
+    healing: dict[str, Any] | None = None
+
+
 KINDS = (
     "broadly linear",
     "outlier-concentrated",
@@ -193,7 +215,13 @@ def summarise(blocks: list[BlockProfile]) -> dict[str, Any]:
 
 def spearman(a: list[float], b: list[float]) -> float | None:
     """Rank correlation with ties sharing their mean rank; None where one side does not vary."""
-    x, y = _ranks(a), _ranks(b)
+    return pearson(_ranks(a), _ranks(b))
+
+
+def pearson(x: list[float], y: list[float]) -> float | None:
+    """Correlation; None where one side does not vary."""
+    if not x:
+        return None
     mx, my = sum(x) / len(x), sum(y) / len(y)
     xx = sum((u - mx) ** 2 for u in x)
     yy = sum((v - my) ** 2 for v in y)

@@ -120,7 +120,7 @@ def measure_swaps(
         raise ValueError(f"units is {units!r}, expected auto, 0, 1, 2 or 4 (--units)")
     run = Profile.load(folder)
     pairs = match(model, run, at)
-    shelf = _Shelf(model, Path(folder), run, weighting, fit, [b for b, _ in pairs])
+    shelf = Shelf(model, Path(folder), run, weighting, fit, [b for b, _ in pairs])
     how = protocol_of(report, protocol)
 
     def measured(what: str, variants: Sequence[Variant], windows: Batches) -> Sweep:
@@ -157,7 +157,7 @@ def measure_swaps(
 
 def _reported(
     pairs: Pairs,
-    shelf: _Shelf,
+    shelf: Shelf,
     chosen: dict[int, int],
     measured: Callable[[Sequence[Variant]], Sweep],
 ) -> tuple[Sweep, dict[int, dict[str, Cost]]]:
@@ -178,7 +178,7 @@ def _reported(
 def _without_perplexity(
     model: nn.Module,
     pairs: Pairs,
-    shelf: _Shelf,
+    shelf: Shelf,
     chosen: dict[int, int],
     report: Batches,
     settings: dict[str, Any],
@@ -231,7 +231,7 @@ def _block_at(model: nn.Module, path: str) -> Block | None:
 # -- maps -----------------------------------------------------------------------------------------
 
 
-class _Shelf:
+class Shelf:
     """The maps of a run's blocks, each fitted from its moments when it is first asked for."""
 
     def __init__(
@@ -354,7 +354,7 @@ def weighted_moments(
 
 def _choose(
     pairs: Pairs,
-    shelf: _Shelf,
+    shelf: Shelf,
     measured: Callable[[Sequence[Variant]], Sweep],
 ) -> dict[int, int]:
     """k for each block: 0 and the most units first, what lies between where the most gain.
@@ -397,7 +397,7 @@ def _gains(worse: Comparison, better: Comparison) -> bool:
 def _record(
     model: nn.Module,
     pair: tuple[Block, BlockProfile],
-    shelf: _Shelf,
+    shelf: Shelf,
     k: int,
     costs: dict[str, Cost],
 ) -> BlockSwap:

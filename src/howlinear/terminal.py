@@ -5,13 +5,14 @@ Strings from outside (model names, module paths) are shown as text: no markup, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from howlinear.records import BlockProfile, BlockSwap
+from howlinear.records import BlockProbe, BlockProfile, BlockSwap
 
 COLOURS = {
     "broadly linear": "green",
@@ -178,3 +179,175 @@ def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) 
         console.print(plain(f"rank correlation with what plain least squares costs: {listed}"))
     for note in data["notes"]:
         console.print(plain(f"note: {note}"))
+
+
+def show_probes(console: Console, data: dict[str, Any], blocks: list[BlockProbe]) -> None:
+    """The tables that `howlinear probe` prints, one a kind of probe."""
+    rows, text = data["settings"]["rows"], data["corpus"]
+    console.print(plain(f"{data['model']['id']}, {len(blocks)} blocks"))
+    console.print(
+        plain(
+            f"{text['name']}: fitted on {rows['fit']} rows of {text['fit']}, chosen on "
+            f"{rows['choose']} of {text['choose']}, reported on {rows['report']} of {text['report']}"
+        )
+    )
+    for kind, (title, columns) in PROBE_TABLES.items():
+        own = [(b, getattr(b, kind)) for b in blocks if getattr(b, kind) is not None]
+        if not own:
+            continue
+        console.print()
+        console.print(Text(title, style="bold"))
+        done = [(b, found) for b, found in own if "skipped" not in found]
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+        table.add_column("#", justify="right")
+        for name in columns:
+            table.add_column(name, justify="right", overflow="ellipsis", no_wrap=True)
+        for b, found in done:
+            for cells in PROBE_ROWS[kind](b, found):
+                table.add_row(str(b.index), *(plain(cell) for cell in cells))
+        if done:
+            console.print(table)
+        for b, found in own:
+            if "skipped" in found:
+                console.print(plain(f"block {b.index} left out: {found['skipped']}"))
+    console.print()
+    for name, found in data["summary"].items():
+        console.print(
+            f"{name.replace('_', ' ')} over {found['blocks']} blocks: median "
+            f"{number(found['median'], 4)}, largest {number(found['max'], 4)}; correlation with "
+            f"1 - R2: {signed(found['pearson_with_1_minus_r2'])} (Pearson), "
+            f"{signed(found['spearman_with_1_minus_r2'])} (ranks)"
+        )
+    for note in data["notes"]:
+        console.print(plain(f"note: {note}"))
+
+
+Cells = list[list[str]]
+
+
+def _cost(found: dict[str, Any], name: str) -> str:
+    """What a fitted layer costs when swapped in, where that was measured."""
+    return signed(found.get("swap", {}).get(name, {}).get("delta_ppl"))
+
+
+def _gain(found: dict[str, Any]) -> str:
+    return f"{found['gain']:+.4f} ±{number(found['gain_se'], 4)}"
+
+
+def _bilinear_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    ranks = {step["rank"]: step["gain"] for step in found["ranks"] or []}
+    sweep = " ".join(f"{ranks[r]:.3f}" for r in (1, 4, 64) if r in ranks) or "-"
+    gains = [seed["gain"] for seed in found["seeds"]]
+    spread = f"{max(gains) - min(gains):.4f}" if len(gains) > 1 else "-"
+    costs = [_cost(b.linear, "linear"), _cost(found, "bilinear")]
+    cells = [number(b.r2), _gain(found), spread, sweep, number(found["recruitment"], 2)]
+    return [[*cells, *costs, f"{found['seconds']:.0f}"]]
+
+
+def _degree_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    two, three, wide = found["steps"]
+    shares = [f"{step['recovered']:+.3f}" for step in (two, three, wide)]
+    names = [f"degree {s['degree']} in {s['directions']}" for s in (two, three, wide)]
+    best = max(range(3), key=lambda i: found["steps"][i]["recovered"])
+    return [[number(b.r2), *shares, _cost(found, names[best]), found["verdict"]]]
+
+
+def _units_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    steps = {step["k"]: step for step in found["steps"]}
+    k = found["at_two_matrices"]
+    cells = [number(steps[n]["r2"]) if n in steps else "-" for n in (0, 1, 16, 64, 256)]
+    cells += [str(k), number(steps[k]["r2"]), f"{steps[k]['parameters'] / 1e6:.2f}M"]
+    return [[*cells, _cost(b.linear, "linear"), _cost(found, f"{k} units")]]
+
+
+def _network_rows(name: str) -> Callable[[BlockProbe, dict[str, Any]], Cells]:
+    def rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+        done = f"{found['steps']}{'' if found['converged'] else ' (not converged)'}"
+        cells = [
+            number(b.r2),
+            number(found["r2"]),
+            _gain(found),
+            f"{found['parameters'] / 1e6:.2f}M",
+        ]
+        return [[*cells, _cost(b.linear, "linear"), _cost(found, name), done]]
+
+    return rows
+
+
+def _trained_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    by = {(run["optimiser"], run["inputs"]): run["r2"] for run in found["runs"]}
+    cells = [
+        f"{number(by[name, 'raw'])} {number(by[name, 'whitened'])}"
+        for name in ("sgd", "adam", "adamw")
+    ]
+    return [[number(found["r2_closed_form"]), *cells, f"{found['input_condition']:.1e}"]]
+
+
+def _where_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    first = sum(p["share"] for p in found["positions"] if p["from"] == 0)
+    tokens = ", ".join(
+        f"{(t['text'] or str(t['token'])).strip() or '␣'} {t['times_mean']:.1f}x ({t['count']})"
+        for t in found["tokens"][:3]
+    )
+    writes = (found["directions"] or [{}])[0].get("writes")
+    read = "" if writes is None else " ".join(str(t).strip() for t in writes["up"][:3])
+    return [[number(first), tokens, read]]
+
+
+def _quantised_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    errors = [f"{found[name]['error']:.2e}" for name in ("int8", "int4")]
+    costs = [_cost(b.linear, "linear"), *(_cost(found, name) for name in ("int8", "int4"))]
+    return [[number(1 - b.r2), *errors, *costs]]
+
+
+def _healing_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
+    costs = [_cost(found, name) for name in ("swapped", "healed", "control")]
+    return [[str(len(found["units"])), *costs, str(found["healed"]["steps"])]]
+
+
+NETWORK = ("linear R2", "R2", "gain ± se", "params", "Δppl linear", "Δppl", "steps")
+PROBE_TABLES = {
+    "bilinear": (
+        "bilinear: y ~ Wx + b + A[(Ux) * (Vx)]",
+        ("R2", "gain ± se", "seeds", "at 1, 4, 64", "recr.", "Δppl linear", "Δppl", "s"),
+    ),
+    "degree": (
+        "degree: share of the rest that polynomials of leading directions recover",
+        ("R2", "2nd", "3rd", "2nd wide", "Δppl best", "verdict"),
+    ),
+    "units": (
+        "units: R2 of the matrix beside k hidden units",
+        ("k = 0", "1", "16", "64", "256", "k at 2W", "R2", "params", "Δppl linear", "Δppl"),
+    ),
+    "dense": ("dense (2x): Linear-GELU-Linear", NETWORK),
+    "poly": ("poly (2x): two bilinear layers", NETWORK),
+    "seeded": ("seeded poly: all trained from the closed form", NETWORK),
+    "trained": (
+        "trained: R2 of a linear layer by gradient descent, on inputs raw and whitened",
+        ("closed form", "SGD", "Adam", "AdamW", "condition"),
+    ),
+    "where": (
+        "where: what carries the rest",
+        ("first", "tokens, times the mean (count)", "the map writes"),
+    ),
+    "quantised": (
+        "quantised: error over variance, beside 1 - R2 of one matrix",
+        ("1 - R2", "int8", "int4", "Δppl linear", "Δppl int8", "Δppl int4"),
+    ),
+    "healing": (
+        "healing: rise of perplexity as swapped, fine-tuned, and of the block itself fine-tuned",
+        ("units", "swapped", "healed", "control", "steps"),
+    ),
+}
+PROBE_ROWS: dict[str, Callable[[BlockProbe, dict[str, Any]], Cells]] = {
+    "bilinear": _bilinear_rows,
+    "degree": _degree_rows,
+    "units": _units_rows,
+    "dense": _network_rows("dense"),
+    "poly": _network_rows("poly"),
+    "seeded": _network_rows("seeded"),
+    "trained": _trained_rows,
+    "where": _where_rows,
+    "quantised": _quantised_rows,
+    "healing": _healing_rows,
+}

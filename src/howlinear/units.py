@@ -35,18 +35,20 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
     weight = next(made.parameters())
     x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
-        every, got = _whole(model, block)(x), made(x)
+        every, got = hidden_units(model, block)(x), made(x)
     close = 8 * block.d_in * torch.finfo(weight.dtype).eps * every.abs().max()  # of a dot product
     if not torch.allclose(got, every[:, list(units)], rtol=0, atol=float(close)):
         raise ValueError(f"{_name(block)} mixes its hidden units before the last projection")
     return made
 
 
-def _whole(model: nn.Module, block: Block) -> nn.Module:
+def hidden_units(model: nn.Module, block: Block) -> nn.Module:
     """x -> all hidden units, by a twin of the block: nobody's hooks hear of it."""
-    down = attrgetter(str(block.down))(model)
-    through = {down: _Through(_weight(down))}
-    return Chain([_rebuilt(attrgetter(path)(model), through) for path in block.steps])
+    if block.down is None:
+        raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
+    down = attrgetter(block.down)(model)
+    through = {down: _Through(weight_of(down))}
+    return Chain([rebuilt(attrgetter(path)(model), through) for path in block.steps])
 
 
 def writes(model: nn.Module, block: Block) -> Tensor | None:
@@ -56,7 +58,7 @@ def writes(model: nn.Module, block: Block) -> Tensor | None:
     except ValueError:
         return None
     down = attrgetter(str(block.down))(model)
-    return _weight(down).detach().cpu().double().square().sum(0)
+    return weight_of(down).detach().cpu().double().square().sum(0)
 
 
 def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
@@ -79,10 +81,10 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
         down, *steps = [attrgetter(path)(model) for path in (block.down, *block.steps)]
     except AttributeError as error:  # swapped out at the moment
         raise ValueError(f"{_name(block)} has no hidden units: {error}") from None
-    m = _weight(down).shape[1]
+    m = weight_of(down).shape[1]
     if not all(0 <= u < m for u in units.tolist()):
         raise ValueError(f"{_name(block)} has {m} hidden units, not {units.tolist()}")
-    narrow: dict[nn.Module, nn.Module] = {down: _Through(_weight(down))}
+    narrow: dict[nn.Module, nn.Module] = {down: _Through(weight_of(down))}
     for step in steps:
         for module in step.modules() if isinstance(step, nn.Module) else ():
             shape = projection_shape(module)
@@ -91,14 +93,14 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
             if shape[1] not in (m, 2 * m):
                 raise ValueError(f"{_name(block)} has a projection to {shape[1]}, not to {m} units")
             rows = torch.cat([units + start for start in range(0, shape[1], m)])  # 2 m: gate and up
-            weight, bias = _weight(module), getattr(module, "bias", None)
+            weight, bias = weight_of(module), getattr(module, "bias", None)
             linear = nn.Linear(shape[0], len(rows), bias=bias is not None, device="meta")
             at = rows.to(weight.device)
             linear.weight = nn.Parameter(weight.detach()[at].contiguous(), requires_grad=False)
             if bias is not None:
                 linear.bias = nn.Parameter(bias.detach()[at], requires_grad=False)
             narrow[module] = linear
-    return Chain([_rebuilt(step, narrow) for step in steps])
+    return Chain([rebuilt(step, narrow) for step in steps])
 
 
 class _Through(nn.Identity):
@@ -109,7 +111,7 @@ class _Through(nn.Identity):
         self.register_buffer("weight", weight.new_empty(0), persistent=False)
 
 
-def _rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
+def rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
     """The same module tree with some modules replaced; what is not replaced is shared."""
     if not isinstance(step, nn.Module):  # an activation function
         return step
@@ -124,11 +126,11 @@ def _rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
     }
     twin.__dict__.pop("forward", None)  # bound to the original, where somebody wrapped it
     for name, child in step._modules.items():
-        twin._modules[name] = None if child is None else _rebuilt(child, narrow)
+        twin._modules[name] = None if child is None else rebuilt(child, narrow)
     return twin
 
 
-def _weight(projection: nn.Module) -> Tensor:
+def weight_of(projection: nn.Module) -> Tensor:
     """(outputs, inputs), whichever way round it is kept."""
     weight, shape = getattr(projection, "weight", None), projection_shape(projection)
     if shape is None or not isinstance(weight, Tensor) or not weight.is_floating_point():

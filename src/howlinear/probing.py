@@ -1,0 +1,476 @@
+"""What is the rest made of? One block after the other, every kind of probe that was asked for.
+
+    result = probe(model, "runs/demo", fit=..., choose=..., report=..., kinds=("bilinear", "units"))
+    result.blocks[0].bilinear["gain"], result.blocks[0].units["steps"]
+
+Layers are fitted on rows of the run's own text, stopped and chosen by a second, scored on a third.
+Whatever is fitted is then put in the block's place, and its cost in perplexity stands beside that of
+the affine map, on the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear import corpus
+from howlinear.affine import Affine
+from howlinear.bilinear import (
+    RANKS,
+    Bilinear,
+    rank_sweep,
+    recruitment,
+    solve_products,
+    train_products,
+)
+from howlinear.families import Block, as_module
+from howlinear.healing import Healing, heal
+from howlinear.ladder import climb
+from howlinear.perplexity import Batches, Loss, Protocol, Readout
+from howlinear.polynomials import degrees
+from howlinear.profiling import Profile
+from howlinear.reading import Decode, directions, where
+from howlinear.records import SCHEMA, BlockProbe, pearson, read_json, spearman, write_json
+from howlinear.rounding import rounding_errors
+from howlinear.samples import (
+    OCCLUDED,
+    Cast,
+    Layer,
+    Sample,
+    bytes_of,
+    conjunction,
+    gather,
+    outcome,
+    size_of,
+)
+from howlinear.swap import Shelf, match
+from howlinear.sweeps import sweep
+from howlinear.training import baselines, dense, poly, seeded, train
+
+QUICK = ("bilinear", "degree", "units", "where", "quantised")
+SLOW = ("dense", "poly", "seeded", "trained", "healing")
+KINDS = QUICK + SLOW
+SOLVERS = ("ours", "paper")
+
+Layers = dict[str, Layer]
+Found = tuple[dict[str, Any], Layers]  # what goes into the record, layers by name
+Progress = Callable[[str, int], Callable[[int], None]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How probes are made; all of it is written into what they find."""
+
+    kinds: tuple[str, ...] = QUICK
+    rank: int = 16
+    solver: str = "ours"
+    seeds: int = 3
+    seed: int = 0
+    train_steps: int = 3000  # of the trained baselines
+    heal_steps: int = 200
+
+    def __post_init__(self) -> None:
+        if unknown := [k for k in self.kinds if k not in KINDS]:
+            known = ", ".join(KINDS)
+            raise ValueError(f"there is no probe {unknown[0]!r}: choose of {known} (--kind)")
+        if self.solver not in SOLVERS:
+            raise ValueError(f"unknown solver {self.solver!r}: ours or paper (--solver)")
+        if self.rank < 1 or self.seeds < 1:
+            raise ValueError("rank and seeds must be 1 at least (--rank, --seeds)")
+
+
+@dataclass(frozen=True, eq=False)
+class Probes:
+    """What was found; `layers[i][kind]` are layers by name that can be swapped in for block i."""
+
+    blocks: list[BlockProbe]
+    layers: dict[int, dict[str, Layers]] = field(repr=False)
+    base: Loss | None
+    settings: dict[str, Any]
+    notes: list[str]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return summarise(self.blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`probe.json`, field by field."""
+        return {
+            "kind": "probe",
+            "schema": SCHEMA,
+            **self.about,
+            "settings": self.settings,
+            "base": None if self.base is None else self.base.to_dict(),
+            "summary": self.summary,
+            "notes": self.notes,
+            "blocks": [b.to_dict() for b in self.blocks],
+        }
+
+    def save(self, folder: str | Path) -> Probes:
+        """Write probe.json. Probes of other kinds or blocks on the same rows stay in it."""
+        path = Path(folder) / "probe.json"
+        merged = self
+        with suppress(ValueError):
+            before = read_json(path, "probe")
+            if before.get("settings") == self.settings:
+                merged = replace(self, blocks=_merged(before["blocks"], self.blocks))
+        write_json(path, merged.to_dict())
+        return merged
+
+
+def _merged(before: list[Any], now: list[BlockProbe]) -> list[BlockProbe]:
+    by_index = {b["index"]: BlockProbe.from_dict(b) for b in before}
+    for block in now:
+        old = by_index.get(block.index)
+        kept = {} if old is None else {k: v for k in KINDS if (v := getattr(old, k)) is not None}
+        new = {k: v for k in KINDS if (v := getattr(block, k)) is not None}
+        by_index[block.index] = replace(block, **(kept | new))
+    return [by_index[i] for i in sorted(by_index)]
+
+
+def probe(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    fit: Batches,
+    choose: Batches,
+    report: Batches,
+    settings: Settings | None = None,
+    at: str | None = None,
+    predict: Batches | None = None,
+    protocol: Protocol | str | None = None,
+    heal_on: Tensor | None = None,
+    decode: Decode | None = None,
+    memory: int | None = None,
+    about: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Probes:
+    """Probe a run's blocks (or those `at`) and write probe.json as they are done.
+
+    `fit` are windows of the run's text, `choose` and `report` of text that it never read; `predict`
+    are the tokens that swaps are costed on (none: no costs), `heal_on` windows to fine-tune on. Rows
+    of as many blocks as `memory` bytes hold are gathered in one pass.
+    """
+    how = settings or Settings()
+    run = Profile.load(folder)
+    pairs = match(model, run, at)
+    like = torch.zeros((), dtype=torch.float32)
+    sizes = {name: count(w) for name, w in (("fit", fit), ("choose", choose), ("report", report))}
+    said = {"rows": sizes, "seed": how.seed}
+    costed, notes = _costed(model, predict)
+    if costed is not None:
+        said |= {"predicted": count(costed), "protocol": str(protocol or "")}
+    result = Probes([], {}, None, said, notes, about or {})
+    for group in _groups([b for b, _ in pairs], sum(sizes.values()), memory):
+        rows = [gather(model, group, windows) for windows in (fit, choose, report)]
+        for block in group:
+            fit_rows, choose_rows, report_rows = (samples.pop(block.index) for samples in rows)
+            subject = Subject(
+                model=model,
+                block=block,
+                affine=run.maps[block.index].to(like),
+                fit=fit_rows,
+                choose=choose_rows,
+                report=report_rows,
+                how=how,
+                decode=decode,
+                swap_map=_swap_map(model, Path(folder), run, block),
+                heal_on=heal_on,
+            )
+            if progress is not None:
+                progress(f"block {block.index}", 0)
+            record, layers = _probed(subject)
+            result.blocks.append(record)
+            result.layers[block.index] = layers
+            result.save(folder)
+        if costed is not None:
+            result = _with_costs(model, result, group, costed, protocol, progress)
+    return result.save(folder)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """All that a probe of one block may ask for."""
+
+    model: nn.Module
+    block: Block
+    affine: Affine
+    fit: Sample
+    choose: Sample
+    report: Sample
+    how: Settings
+    decode: Decode | None
+    swap_map: Any  # what `howlinear swap` chose, or the affine map
+    heal_on: Tensor | None
+
+
+def _probed(subject: Subject) -> tuple[BlockProbe, dict[str, Layers]]:
+    linear = outcome(subject.affine, subject.affine, subject.report)
+    found: dict[str, Any] = {}
+    layers: dict[str, Layers] = {"linear": {"linear": subject.affine}}
+    for kind in subject.how.kinds:
+        began = time.perf_counter()
+        try:
+            found[kind], layers[kind] = PROBES[kind](subject)
+        except ValueError as why:  # experts have no hidden units of their own, and the like
+            found[kind] = {"skipped": str(why)}
+        found[kind]["seconds"] = time.perf_counter() - began
+    block = subject.block
+    whole = Cast(as_module(subject.model, block))
+    return BlockProbe(
+        index=block.index,
+        path=block.path,
+        r2=linear.r2,
+        r2_body=linear.r2_body,
+        linear={
+            "cosine": linear.cosine,
+            "conjunction": linear.conjunction,
+            "conjunction_block": conjunction(whole, subject.report.x[:OCCLUDED]),
+            "parameters": subject.affine.parameters,
+        },
+        **found,
+    ), layers
+
+
+# -- the kinds ------------------------------------------------------------------------------------
+
+
+def _bilinear(s: Subject) -> Found:
+    """Of all seeds the one that does best on the rows kept for choosing; every seed is listed."""
+    how = s.how
+    search = solve_products if how.solver == "ours" else train_products
+    tried = [
+        search(s.fit, s.choose, s.affine, rank=how.rank, seed=how.seed + i)
+        for i in range(how.seeds)
+    ]
+    best = max(tried, key=lambda solved: max(gain for _, gain in solved.curve))
+
+    def scored(layer: Bilinear) -> dict[str, Any]:
+        done = outcome(layer, s.affine, s.report).to_dict()
+        return done | {"recruitment": recruitment(layer, s.affine, s.report)}
+
+    seeds = [solved.to_dict() | scored(solved.layer) for solved in tried]
+    found = {
+        **seeds[tried.index(best)],
+        "parameters": size_of(best.layer),
+        "beyond_map": size_of(best.layer) - s.affine.parameters,
+        "seeds": seeds,
+        "ranks": None,
+    }
+    found.pop("curve")
+    if how.solver == "ours":
+        found["ranks"] = [
+            {"rank": solved.rank, "converged": solved.converged, "seconds": solved.seconds}
+            | scored(solved.layer)
+            for solved in rank_sweep(s.fit, s.choose, s.affine, RANKS, how.seed)
+        ]
+    return found, {"bilinear": best.layer}
+
+
+def _degree(s: Subject) -> Found:
+    return degrees(s.fit, s.choose, s.report, s.affine)
+
+
+def _units(s: Subject) -> Found:
+    steps, maps = climb(s.model, s.block, s.fit, s.report, s.affine)
+    limit = 2 * s.affine.parameters
+    k = max((step["k"] for step in steps if step["parameters"] <= limit), default=0)
+    return {"steps": steps, "at_two_matrices": k}, {f"{k} units": maps[k]} if k else {}
+
+
+def _network(
+    name: str, make: Callable[[Subject, int], nn.Module], **options: Any
+) -> Callable[[Subject], Found]:
+    """A probe that trains what `make` makes, once a seed."""
+
+    def run(s: Subject) -> Found:
+        tried = []
+        for i in range(s.how.seeds):
+            seed = s.how.seed + 42 + i  # the paper's 42, 43, 44
+            tried.append(train(make(s, seed), s.fit, s.choose, seed=seed, **options))
+        best = max(tried, key=lambda t: max(r2 for _, r2 in t.curve))
+        seeds = [t.to_dict() | outcome(t.layer, s.affine, s.report).to_dict() for t in tried]
+        found = {**seeds[tried.index(best)], "seeds": seeds}
+        found.pop("curve")
+        return found, {name: best.layer}
+
+    return run
+
+
+def _trained(s: Subject) -> Found:
+    return baselines(s.fit, s.report, s.affine, steps=s.how.train_steps, seed=s.how.seed)
+
+
+def _where(s: Subject) -> Found:
+    found = where(s.affine, s.report, s.decode)
+    return found | {"directions": directions(s.model, s.affine, s.fit, s.decode)}, {}
+
+
+def _quantised(s: Subject) -> Found:
+    return rounding_errors(s.model, s.block, s.report)
+
+
+def _healing(s: Subject) -> Found:
+    if s.heal_on is None:
+        raise ValueError("no windows to fine-tune on")
+    Readout(s.model)  # a ValueError where there is no next-token loss
+    start = Healing(s.swap_map)
+    mended, control = (
+        heal(s.model, s.block, layer, s.heal_on, steps=s.how.heal_steps, seed=s.how.seed)
+        for layer in (start, as_module(s.model, s.block))
+    )
+    layers: dict[str, Layer] = {"swapped": start.requires_grad_(False)}
+    layers |= {"healed": mended.layer, "control": control.layer}
+    found = {"healed": mended.to_dict(), "control": control.to_dict()}
+    return found | {"units": list(getattr(s.swap_map, "units", ()))}, layers
+
+
+PROBES: dict[str, Callable[[Subject], Found]] = {
+    "bilinear": _bilinear,
+    "degree": _degree,
+    "units": _units,
+    "dense": _network("dense", lambda s, seed: dense(s.fit, seed)),
+    "poly": _network("poly", lambda s, seed: poly(s.fit, seed, s.how.rank)),
+    "seeded": _network(
+        "seeded", lambda s, seed: seeded(s.affine, seed, s.how.rank), steps=12000, lr=1e-4
+    ),
+    "trained": _trained,
+    "where": _where,
+    "quantised": _quantised,
+    "healing": _healing,
+}
+
+
+# -- around them ----------------------------------------------------------------------------------
+
+
+def needs(at: Sequence[Block], rows: int, memory: int | None) -> tuple[int, int]:
+    """(blocks whose rows are held at once, bytes that they and the work on one take)."""
+    group = _groups(at, rows, memory)[0]
+    held = sum(bytes_of(b, rows) for b in group)
+    widest = max(b.d_in + b.d_out for b in at)
+    return len(group), held + 8 * rows * widest
+
+
+def _groups(at: Sequence[Block], rows: int, memory: int | None) -> list[list[Block]]:
+    groups: list[list[Block]] = [[]]
+    for block in at:
+        held = sum(bytes_of(b, rows) for b in [*groups[-1], block])
+        if groups[-1] and memory is not None and held > memory:
+            groups.append([])
+        groups[-1].append(block)
+    return groups
+
+
+def windows_of(
+    text: Any, tokenizer: Any, length: int, rows: int, run: dict[str, Any], seed: int
+) -> list[Tensor]:
+    """Windows to fit on, to choose by and to report on, cut as the run's own were.
+
+    Where fewer rows are wanted than the run read, whole windows are drawn at random.
+    """
+    bos = run.get("bos", "auto")
+    read = corpus.windows(text.fit, tokenizer, length, tokens=run["tokens"], bos=bos)
+    kept = max(1, rows // length)
+    if kept < len(read):
+        chosen = torch.randperm(len(read), generator=torch.Generator().manual_seed(seed))[:kept]
+        read = read[chosen.sort().values]
+    held = [
+        corpus.windows(part(), tokenizer, length, tokens=max(length, rows // share), bos=bos)
+        for part, share in ((text.choose, 4), (text.report, 3))
+    ]
+    return [read, *held]
+
+
+def count(windows: Batches) -> int:
+    """Tokens."""
+    parts = [windows] if isinstance(windows, Tensor) else windows
+    first = (w if isinstance(w, Tensor) else next(iter(w.values())) for w in parts)
+    return sum(tokens.numel() for tokens in first)
+
+
+def _costed(model: nn.Module, predict: Batches | None) -> tuple[Batches | None, list[str]]:
+    if predict is None:
+        return None, []
+    try:
+        Readout(model)
+    except ValueError as why:
+        return None, [f"no perplexity: {why}"]
+    return predict, []
+
+
+def _swap_map(model: nn.Module, folder: Path, run: Profile, block: Block) -> Any:
+    """With the hidden units that `howlinear swap` chose to keep, where it was run."""
+    units: list[int] = []
+    with suppress(ValueError, KeyError, TypeError):
+        listed = read_json(folder / "swap.json", "swap")["blocks"]
+        units = next(b["units"] for b in listed if b["index"] == block.index)
+    shelf = Shelf(model, folder, run, "none", None, [block])
+    return shelf.map(block, len(units) if len(units) in shelf.ladder(block) else 0)
+
+
+def _with_costs(
+    model: nn.Module,
+    result: Probes,
+    group: Sequence[Block],
+    windows: Batches,
+    protocol: Protocol | str | None,
+    progress: Progress | None,
+) -> Probes:
+    """Every layer of these blocks put in its block's place, one at a time."""
+    named = [
+        (b, kind, name, layer)
+        for b in group
+        for kind, layers in result.layers[b.index].items()
+        for name, layer in layers.items()
+    ]
+    done = progress("swapping", count(windows) * len(named)) if progress else None
+    variants = [(b, Cast(layer)) for b, _, _, layer in named]
+    swept = sweep(model, variants, windows, protocol=protocol, progress=done)
+    costs: dict[int, dict[str, dict[str, Any]]] = {b.index: {} for b in group}
+    for (b, kind, name, _), cost in zip(named, swept.costs, strict=True):
+        assert cost.change is not None
+        costs[b.index].setdefault(kind, {})[name] = {
+            what: getattr(cost.change, what)
+            for what in ("delta_nll", "delta_nll_se", "delta_ppl", "delta_ppl_se")
+        }
+    blocks = [
+        replace(
+            r, **{k: getattr(r, k) | {"swap": own} for k, own in costs.get(r.index, {}).items()}
+        )
+        for r in result.blocks
+    ]
+    return replace(result, blocks=blocks, base=swept.base)
+
+
+def summarise(blocks: Sequence[BlockProbe]) -> dict[str, Any]:
+    """Over blocks: does what a probe recovers go with how nonlinear the block is?"""
+    gains = [(b.bilinear["gain"], 1 - b.r2) for b in blocks if b.bilinear and "gain" in b.bilinear]
+    rounded = [
+        (b.quantised["int4"]["error"], 1 - b.r2)
+        for b in blocks
+        if b.quantised and "int4" in b.quantised
+    ]
+    found: dict[str, Any] = {}
+    for name, values in (("bilinear_gain", gains), ("int4_error", rounded)):
+        if not values:
+            continue
+        ours, rest = [v for v, _ in values], [r for _, r in values]
+        enough = len(values) >= 3
+        found[name] = {
+            "blocks": len(values),
+            "median": median(ours),
+            "max": max(ours),
+            "pearson_with_1_minus_r2": pearson(ours, rest) if enough else None,
+            "spearman_with_1_minus_r2": spearman(ours, rest) if enough else None,
+        }
+    return found

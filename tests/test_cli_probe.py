@@ -1,0 +1,74 @@
+"""`howlinear probe` as a person meets it, on a tiny model with a real tokenizer and on a real encoder."""
+
+import json
+import shutil
+
+import pytest
+
+from test_cli import complaint, here, run, small_run  # noqa: F401
+from test_cli_swap import little  # noqa: F401
+
+
+def test_probe_prints_tables_and_writes_a_file(little):  # noqa: F811
+    done = run(
+        "probe", little / "run", "--blocks", "1,2", "--tokens", "300", "--seeds", "1", "--rank", "4"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rows to fit on" in done.stderr
+    assert "GB of memory" in done.stderr
+    for title in ("bilinear:", "degree:", "units:", "where:", "quantised:"):
+        assert title in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()[2:] if "json" not in line)
+    data = json.loads((little / "run" / "probe.json").read_text())
+    assert [b["index"] for b in data["blocks"]] == [1, 2]
+    assert data["corpus"]["report"] == "last 10 %"
+    assert data["blocks"][0]["bilinear"]["swap"]["bilinear"]["delta_ppl_se"] > 0
+    assert not list((little / "run").glob(".*"))  # nothing half-written
+
+
+def test_json_is_one_document_and_fewer_rows_are_drawn(little, here):  # noqa: F811
+    flags = ("--kind", "where,quantised", "--blocks", "1", "--rows", "1000", "--tokens", "0")
+    done = here("probe", little / "run", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["settings"]["rows"]["fit"] == 1000 // 64 * 64
+    assert "swap" not in data["blocks"][0]["linear"]
+
+
+def test_the_papers_solver(little, here):  # noqa: F811
+    flags = ("--kind", "bilinear", "--solver", "paper", "--blocks", "1", "--rank", "2")
+    done = here("probe", little / "run", *flags, "--seeds", "1", "--tokens", "0", "--json")
+    found = json.loads(done.stdout)["blocks"][0]["bilinear"]
+    assert found["solver"] == "paper"
+    assert found["gate"] > 0
+    assert found["ranks"] is None
+
+
+def test_a_real_encoder(small_run, here, tmp_path):  # noqa: F811
+    _, out, _ = small_run
+    shutil.copytree(out, tmp_path / "run")
+    flags = ("--kind", "units,quantised,where", "--blocks", "2", "--rows", "6144")
+    done = here("probe", tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "no perplexity: BertModel has no language-model head" in " ".join(done.stdout.split())
+    block = json.loads((tmp_path / "run" / "probe.json").read_text())["blocks"][0]
+    r2 = [step["r2"] for step in block["units"]["steps"]]
+    assert r2 == sorted(r2)
+    assert r2[-1] == pytest.approx(1, abs=1e-6)
+    assert block["quantised"]["int8"]["error"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kind", "magic"], "there is no probe 'magic'"),
+        (["--blocks", "9"], "0-2"),
+        (["--solver", "theirs"], "theirs"),
+        (["--rank", "0"], "rank"),
+        (["--seeds", "0"], "seeds"),
+        (["--rows", "0"], "rows"),
+    ],
+)
+def test_mistakes_are_one_line(little, complaint, flags, message):  # noqa: F811
+    assert message in complaint("probe", little / "run", *flags)
+    assert "profile.json does not exist" in complaint("probe", little / "nowhere")

@@ -1,0 +1,202 @@
+"""Every kind of probe on a tiny run: what is written, merged, left out and costed."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+
+import tiny
+from howlinear import blocks, profile, training
+from howlinear.families import as_module
+from howlinear.probing import KINDS, Probes, Settings, count, needs, probe, summarise
+from howlinear.records import BlockProbe, read_json
+from test_swap import drawn
+
+
+@pytest.fixture(scope="module")
+def strong(tmp_path_factory):
+    """A tiny model with a block that is far from linear, and its run."""
+    torch.manual_seed(0)
+    model = tiny.model("llama")
+    for p in as_module(model, blocks(model)[1]).parameters():
+        p.data *= 6
+    folder = tmp_path_factory.mktemp("runs") / "strong"
+    profile(model, drawn(model, 600, 0), batch_size=64).save(folder)
+    return model, folder
+
+
+def windows(model):
+    fit, choose, report = drawn(model, 600, 0), drawn(model, 100, 1), drawn(model, 150, 2)
+    return {"fit": fit, "choose": choose, "report": report}
+
+
+@pytest.fixture(scope="module")
+def probed(strong):
+    model, folder = strong
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "EVERY", 10)  # networks stop 25 times as soon
+        return probe(
+            model,
+            folder,
+            **windows(model),
+            settings=Settings(KINDS, rank=4, seeds=2, train_steps=200, heal_steps=10),
+            at="1",
+            predict=drawn(model, 60, 3),
+            heal_on=drawn(model, 60, 0),
+            decode=str,
+        )
+
+
+def test_every_kind_is_found_and_costed(probed):
+    (block,) = probed.blocks
+    assert block.index == 1
+    assert block.r2 < 0.95
+    costs = {kind: set((getattr(block, kind) or {}).get("swap", ())) for kind in ("linear", *KINDS)}
+    assert costs.pop("where") == set()
+    assert costs.pop("healing") == {"swapped", "healed", "control"}
+    assert costs.pop("quantised") == {"int8", "int4"}
+    assert len(costs.pop("degree")) >= 2
+    assert len(costs.pop("trained")) == 6
+    k = block.units["at_two_matrices"]
+    assert costs.pop("units") == {f"{k} units"}
+    assert costs == {kind: {kind} for kind in ("linear", "bilinear", "dense", "poly", "seeded")}
+    assert block.linear["conjunction"] == pytest.approx(0, abs=1e-4)
+    assert block.linear["conjunction_block"] > 0.01
+    assert len(block.bilinear["seeds"]) == 2
+    assert [step["rank"] for step in block.bilinear["ranks"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert block.bilinear["beyond_map"] == 4 * 3 * 16
+    assert block.bilinear["gain"] > 2 * block.bilinear["gain_se"]
+    assert all(getattr(block, kind)["seconds"] >= 0 for kind in KINDS)
+    assert block.where["directions"]
+
+
+def test_the_best_seed_is_chosen_by_rows_that_are_not_reported(probed):
+    found = probed.blocks[0].bilinear
+    best = max(found["seeds"], key=lambda seed: max(gain for _, gain in seed["curve"]))
+    assert found["gain"] == best["gain"]
+    assert found["seed"] == best["seed"]
+
+
+def test_int8_costs_less_than_one_matrix_and_the_layers_are_there_to_swap(probed):
+    block = probed.blocks[0]
+    quantised = block.quantised["swap"]["int8"]["delta_nll"]
+    assert abs(quantised) < block.linear["swap"]["linear"]["delta_nll"]
+    assert probed.layers[1]["units"].keys() == block.units["swap"].keys()
+    x = torch.randn(2, 3, 16)
+    for layers in probed.layers[1].values():
+        assert all(layer(x).shape == (2, 3, 16) for layer in layers.values())
+
+
+def test_the_file_is_the_result(probed, strong):
+    _, folder = strong
+    data = read_json(folder / "probe.json", "probe")
+    record = BlockProbe.from_dict(data["blocks"][0])
+    assert record.bilinear["gain"] == probed.blocks[0].bilinear["gain"]
+    assert data["settings"]["rows"] == {"fit": 4800, "choose": 800, "report": 1200}
+
+
+def test_kinds_and_blocks_add_up_in_the_file(strong, tmp_path):
+    model, folder = strong
+    for path in folder.iterdir():
+        if path.name != "probe.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+
+    def again(kind, at, **settings):
+        how = Settings((kind,), **settings)
+        return probe(model, tmp_path, **windows(model), settings=how, at=at)
+
+    again("quantised", "1")
+    both = again("where", "0-1")
+    assert [b.index for b in both.blocks] == [0, 1]
+    assert both.blocks[1].quantised is not None
+    assert both.blocks[0].quantised is None
+    fresh = again("where", "1", seed=5)  # other rows may be drawn: not to be mixed
+    assert fresh.blocks[0].quantised is None
+    assert len(fresh.blocks) == 1
+    profile(model, drawn(model, 600, 0), batch_size=64).save(tmp_path)
+    assert not (tmp_path / "probe.json").exists()  # of maps that are gone
+
+
+def test_groups_of_blocks_give_what_all_at_once_give(strong, tmp_path):
+    model, folder = strong
+    results = []
+    for memory in (None, 1):
+        for name in ("profile.json", "maps.safetensors", "moments.safetensors"):
+            (tmp_path / name).write_bytes((folder / name).read_bytes())
+        (tmp_path / "probe.json").unlink(missing_ok=True)
+        how = Settings(("quantised",))
+        predict = drawn(model, 20, 3)
+        found = probe(
+            model, tmp_path, **windows(model), settings=how, predict=predict, memory=memory
+        ).to_dict()
+        for block in found["blocks"]:
+            block["quantised"].pop("seconds")
+        results.append(json.dumps(found))
+    assert results[0] == results[1]
+    at = blocks(model)
+    assert needs(at, 6800, None)[0] == 3
+    assert needs(at, 6800, 1)[0] == 1
+
+
+def test_experts_and_encoders_say_what_is_left_out(tmp_path):
+    name = next(n for n, row in tiny.TINY.items() if row.experts and row.model_type == "mixtral")
+    model = tiny.model(name)
+    ids = [
+        torch.randint(3, 49, (n, 8), generator=torch.Generator().manual_seed(n))
+        for n in (700, 50, 60)
+    ]
+    profile(model, ids[0]).save(tmp_path)
+    texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
+    how = Settings(("units", "quantised", "where"))
+    block = probe(model, tmp_path, **texts, settings=how, at="1").blocks[0]
+    assert "hidden units" in block.units["skipped"]
+    assert "no plain projections" in block.quantised["skipped"]
+    assert block.where["positions"]
+
+    encoder = tiny.model("bert")
+    profile(encoder, ids[0]).save(tmp_path)
+    how = Settings(("healing", "quantised"))
+    found = probe(encoder, tmp_path, **texts, settings=how, at="1", predict=ids[1], heal_on=ids[1])
+    assert found.base is None
+    assert "no perplexity" in found.notes[0]
+    assert "next-token loss" in found.blocks[0].healing["skipped"]
+    assert "swap" not in found.blocks[0].quantised
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kinds": ("magic",)}, "there is no probe 'magic'"),
+        ({"solver": "theirs"}, "unknown solver 'theirs'"),
+        ({"rank": 0}, "1 at least"),
+        ({"seeds": 0}, "1 at least"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings)
+
+
+def test_the_summary_correlates_over_blocks():
+    def block(index, r2, gain):
+        return BlockProbe(index, "b", r2, r2, {}, bilinear={"gain": gain})
+
+    found = summarise([block(0, 0.9, 0.1), block(1, 0.5, 0.2), block(2, 0.1, 0.9)])
+    assert found["bilinear_gain"]["median"] == 0.2
+    assert found["bilinear_gain"]["spearman_with_1_minus_r2"] == pytest.approx(1)
+    assert 0.8 < found["bilinear_gain"]["pearson_with_1_minus_r2"] < 1
+    assert summarise([block(0, 0.9, 0.1)])["bilinear_gain"]["pearson_with_1_minus_r2"] is None
+    assert summarise([]) == {}
+
+
+def test_a_file_that_is_not_ours_is_replaced_not_read(strong, tmp_path):
+    (tmp_path / "probe.json").write_text("{")
+    Probes([], {}, None, {"rows": {}}, []).save(tmp_path)
+    assert read_json(tmp_path / "probe.json", "probe")["blocks"] == []
+
+
+def test_tokens_are_counted_whatever_holds_them():
+    ids = torch.zeros(3, 4)
+    assert count(ids) == count([ids]) == count([{"input_ids": ids}]) == 12
+    assert {f.name for f in fields(BlockProbe)} >= set(KINDS)
