@@ -35,7 +35,7 @@ EVERY = 10  # iterations between looks at the rows kept for stopping
 ITERATIONS = 200
 STARTS = 4
 START_LOOKS = 3
-BEGIN = 4096  # rows at least that a search begins on; a quarter if that is more
+BEGIN = 4096  # rows at least that a search begins on; an eighth if that is more
 DRIFT = 3.0  # times its first length, before a factor is put back to it
 PATIENCE = 3  # looks without gain before the search ends
 TOLERANCE = 0.01  # of what is explained: less in EVERY iterations, and the search has converged
@@ -118,7 +118,7 @@ def solve_products(
     g = torch.Generator().manual_seed(seed)
     P = nn.Parameter(_begin(problem, rank, start, g))
     search = _Search(problem, P)
-    base, total = errors(affine, choose)[0].sum(), choose.spread.sum()
+    judge = _Judge(choose, affine)
     best, best_gain, chosen_at = problem.layer(P), 0.0, 0
     best.write.data.zero_()  # nothing learnt yet
     best.bias.data.copy_(affine.bias)
@@ -127,8 +127,7 @@ def solve_products(
         search.advance()
         steps += EVERY
         layer = problem.layer(P)
-        gain = float((base - errors(layer, choose)[0].sum()) / total)
-        curve.append((steps, gain))
+        curve.append((steps, gain := judge.gain(layer)))
         if gain > best_gain:
             best, best_gain, chosen_at = layer, gain, steps
         converged = before - problem.value <= TOLERANCE * -problem.value
@@ -137,7 +136,8 @@ def solve_products(
             break  # the last ridge did as well
         if converged:
             level, problem.ridge = best_gain, problem.ridge / 10
-            before = problem.value_and_gradient(P.detach())[0]
+            problem.layer(P)
+            before = problem.value
             search = _Search(problem, P)  # the old one remembers another curvature
     seconds = time.perf_counter() - began
     converged = converged or steps < ITERATIONS
@@ -151,7 +151,7 @@ def _begin(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Genera
     is not done; that shows early.
     """
     d, best, furthest = problem.x.shape[1], torch.zeros(0), math.inf
-    few = problem.narrow(torch.randperm(problem.n, generator=g)[: max(problem.n // 4, BEGIN)])
+    few = problem.narrow(torch.randperm(problem.n, generator=g)[: max(problem.n // 8, BEGIN)])
     for _ in range(STARTS):
         factors = torch.randn(2, rank, d, generator=g) * problem.weights.rsqrt()
         for i, known in enumerate((start.left, start.right) if start else ()):
@@ -160,9 +160,9 @@ def _begin(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Genera
         search = _Search(few, P)
         for _ in range(START_LOOKS):
             search.advance()
-        value, _ = few.value_and_gradient(P.detach())
-        if value < furthest:
-            best, furthest = P.detach(), value
+        few.best(P.detach())
+        if few.value < furthest:
+            best, furthest = P.detach(), few.value
     return best
 
 
@@ -233,6 +233,16 @@ class _Problem:
 
         A is at its best, so the gradient is that of the sum of squares with A held fixed.
         """
+        u, v, z, norms = self.best(P)
+        dz = z @ (self.write.t() @ self.write) - self.rest @ self.write
+        gradient = (torch.cat([dz * v, dz * u], 1).t() @ self.x).reshape(P.shape)
+        squares = self.write.double().square().sum(0)
+        shares = (self.ridge * self.n * squares * norms.flip(0)).to(P)
+        gradient += shares[:, :, None] * P * self.weights
+        return self.value, gradient * (2 / self.total)
+
+    def best(self, P: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A and the value at it; (u, v, their centred products, squared lengths)."""
         r = P.shape[1]
         both = self.x @ P.reshape(2 * r, -1).t()
         u, v = both[:, :r], both[:, r:]
@@ -245,21 +255,31 @@ class _Problem:
         H = G + penalty.diag()
         s = H.diagonal().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
         A = torch.linalg.solve(H / s / s[:, None], B / s[:, None]) / s[:, None]  # (r, d_out)
-        squares = A.square().sum(1)
-        value = float(-2 * (A * B).sum() + ((G @ A) * A).sum() + (penalty * squares).sum())
+        cost = ((G @ A) * A).sum() + (penalty * A.square().sum(1)).sum()
+        value = float(cost - 2 * (A * B).sum())
         self.write, self.value = A.to(z).t(), value / self.total
-        dz = z @ (self.write.t() @ self.write) - self.rest @ self.write
-        gradient = (torch.cat([dz * v, dz * u], 1).t() @ self.x).reshape(P.shape)
-        shares = (self.ridge * self.n * squares * norms.flip(0)).to(P)
-        gradient += shares[:, :, None] * P * self.weights
-        return self.value, gradient * (2 / self.total)
+        return u, v, z, norms
 
     @torch.no_grad()
     def layer(self, P: Tensor) -> Bilinear:
         """The layer on x as it comes."""
-        self.value_and_gradient(P)
+        self.best(P)
         left, right = P[0] @ self.T.t(), P[1] @ self.T.t()
         return Bilinear(self.affine, left, right, self.write, self.mean)
+
+
+class _Judge:
+    """The gain on rows that a search does not see, without running the map on them again."""
+
+    def __init__(self, choose: Sample, affine: Affine) -> None:
+        self.x, self.affine, self.rest = choose.x, affine, left_over(choose, affine)
+        self.squares, self.total = self.rest.double().square().sum(), choose.spread.sum()
+
+    @torch.no_grad()
+    def gain(self, layer: Bilinear) -> float:
+        change = layer.products(self.x) + (layer.bias - self.affine.bias)
+        left = (self.rest - change).square().sum(1).double().sum()
+        return float((self.squares - left) / self.total)
 
 
 def left_over(sample: Sample, affine: Affine) -> Tensor:
@@ -291,7 +311,7 @@ def train_products(
     adam = torch.optim.Adam([U, V, A, q], lr=1e-3)
     rest = left_over(fit, affine)
     linear = nn.functional.linear
-    base, total = errors(affine, choose)[0].sum(), choose.spread.sum()
+    judge = _Judge(choose, affine)
     best, best_gain, chosen_at, gate = None, -math.inf, 0, math.exp(-2)
     curve: list[tuple[int, float]] = []
     for step in range(1, steps + 1):
@@ -304,8 +324,7 @@ def train_products(
         adam.step()
         if step % every == 0 or step == steps:
             layer = Bilinear(affine, U.clone(), V.clone(), q.exp() * A)
-            gain = float((base - errors(layer, choose)[0].sum()) / total)
-            curve.append((step, gain))
+            curve.append((step, gain := judge.gain(layer)))
             if gain > best_gain:
                 best, best_gain, chosen_at, gate = layer, gain, step, float(q.detach().exp())
     assert best is not None
