@@ -2,6 +2,7 @@
 
     python benchmarks/probe.py                          # about 7 minutes on 2 cores
     python benchmarks/probe.py --blocks 5,11 --networks # and dense (2x): a minute or two a block more
+    python benchmarks/probe.py --blocks 5 --whitening 0,0.25,1  # ours in other coordinates
 
 On the built-in model: both solvers fit the same rows at rank 16 from seed 0, stop by the same rows and
 are scored on the same third set; they take turns in going first. The last line says in how many
@@ -16,7 +17,7 @@ sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
 
 import argparse
 
-from howlinear import Moments, blocks, fit, load
+from howlinear import Moments, bilinear, blocks, fit, load
 from howlinear.bilinear import solve_products, train_products
 from howlinear.corpus import builtin
 from howlinear.families import depth_indices
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=29_696)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--networks", action="store_true", help="train dense (2x) too")
+    parser.add_argument("--whitening", default="", help="exponents to search with, of 1")
     options = parser.parse_args()
     model, tokenizer = load()
     every = blocks(model)
@@ -62,6 +64,12 @@ def main() -> None:
         ratio = done["ours"][1].seconds / done["paper"][1].seconds
         wins += done["ours"][0].gain >= done["paper"][0].gain
         print(f"block {block.index:2}  {shown}  time ratio {ratio:.2f}", flush=True)
+        for amount in filter(None, options.whitening.split(",")):
+            usual, bilinear.WHITENING = bilinear.WHITENING, float(amount)
+            solved = solve_products(rows, stop, affine, rank=options.rank, seed=0)
+            bilinear.WHITENING = usual
+            gain = outcome(solved.layer, affine, report).gain
+            print(f"          whitening {amount}: {gain:+.4f} after {solved.steps} iterations")
         if options.networks:
             trained = train(dense(rows, 42), rows, stop, seed=42)
             steps, _ = climb(model, block, rows, report, affine)

@@ -135,8 +135,8 @@ def test_groups_of_blocks_give_what_all_at_once_give(strong, tmp_path):
         results.append(json.dumps(found))
     assert results[0] == results[1]
     at = blocks(model)
-    assert needs(at, 6800, None)[0] == 3
-    assert needs(at, 6800, 1)[0] == 1
+    assert needs(model, at, 6800, None)[0] == 3
+    assert needs(model, at, 6800, 1)[0] == 1
 
 
 def test_experts_and_encoders_say_what_is_left_out(tmp_path):

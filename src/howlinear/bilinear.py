@@ -8,8 +8,9 @@ L-BFGS on all fit rows (variable projection). Three things keep it honest on rea
 few large rows can be learnt by heart: a ridge on each product's norm |a|^2 |u|^2 |v|^2, which does
 not care how the three share their scale; stopping by rows that the fit does not see; and products of
 x itself, not of centred x. The search runs in partly whitened coordinates, each principal direction
-of x scaled by its root mean square to the power -1/4. Whitening in full was tried and is worse: it
-leads the search into directions of little variance, where large rows stand apart.
+of x scaled by its root mean square to the power -1/4. Whitening in full is worse (`python
+benchmarks/probe.py --whitening 0.25,1`): it leads the search into directions of little variance,
+where large rows stand apart.
 
 `train_products` is the paper's way: Adam on raw inputs through a gate exp(q) that starts at e^-2.
 """
@@ -147,8 +148,8 @@ def solve_products(
 def _begin(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Generator) -> Tensor:
     """(2, rank, d_in): of a few short searches on some of the rows, the one that got furthest.
 
-    One random start in fifteen or so ends where two products share the work of one and another's
-    is not done; that shows early.
+    Now and then a search ends where two products share the work of one and another's is not
+    done; that shows early.
     """
     d, best, furthest = problem.x.shape[1], torch.zeros(0), math.inf
     few = problem.narrow(torch.randperm(problem.n, generator=g)[: max(problem.n // 8, BEGIN)])

@@ -351,14 +351,16 @@ def probe(
     )
     counts = [probing.count(w) for w in (fit, choose, report)]
     room = available_memory()
-    together, bytes_needed = probing.needs(at, sum(counts), None if room is None else room // 2)
+    together, bytes_needed = probing.needs(
+        net, at, sum(counts), None if room is None else room // 2
+    )
     if room is not None and bytes_needed > room:
         raise ValueError(
             f"rows need {bytes_needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: "
             "lower --rows"
         )
     say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
-    say(f"{together} blocks at a time, {bytes_needed / 1e9:.1f} GB of memory")
+    say(f"{together} block{'s' * (together > 1)} at a time, {bytes_needed / 1e9:.1f} GB of memory")
     cut = Cut.parse(f"windows-{_fitting(net, tokenizer, 128)}")
     predict = _held_out(text.report(), tokenizer, cut, tokens, bos)[0] if tokens else None
     healed = None

@@ -31,7 +31,7 @@ from howlinear.bilinear import (
     solve_products,
     train_products,
 )
-from howlinear.families import Block, as_module
+from howlinear.families import Block, as_module, projection_shape
 from howlinear.healing import Healing, heal
 from howlinear.ladder import climb
 from howlinear.perplexity import Batches, Loss, Protocol, Readout
@@ -353,12 +353,17 @@ PROBES: dict[str, Callable[[Subject], Found]] = {
 # -- around them ----------------------------------------------------------------------------------
 
 
-def needs(at: Sequence[Block], rows: int, memory: int | None) -> tuple[int, int]:
-    """(blocks whose rows are held at once, bytes that they and the work on one take)."""
+def needs(model: nn.Module, at: Sequence[Block], rows: int, memory: int | None) -> tuple[int, int]:
+    """(blocks whose rows are held at once, bytes that they and the work on one of them take)."""
     group = _groups(at, rows, memory)[0]
     held = sum(bytes_of(b, rows) for b in group)
-    widest = max(b.d_in + b.d_out for b in at)
-    return len(group), held + 8 * rows * widest
+    work = 0
+    for b in at:
+        down = model.get_submodule(b.down) if b.down else None
+        shape = projection_shape(down)
+        columns = b.d_in + (shape[0] if shape else 0)  # of the ladder's regression
+        work = max(work, 8 * rows * (b.d_in + b.d_out), 40 * columns**2)
+    return len(group), held + work
 
 
 def _groups(at: Sequence[Block], rows: int, memory: int | None) -> list[list[Block]]:

@@ -184,7 +184,7 @@ def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) 
 def show_probes(console: Console, data: dict[str, Any], blocks: list[BlockProbe]) -> None:
     """The tables that `howlinear probe` prints, one a kind of probe."""
     rows, text = data["settings"]["rows"], data["corpus"]
-    console.print(plain(f"{data['model']['id']}, {len(blocks)} blocks"))
+    console.print(plain(f"{data['model']['id']}, {len(blocks)} blocks probed"))
     console.print(
         plain(
             f"{text['name']}: fitted on {rows['fit']} rows of {text['fit']}, chosen on "
