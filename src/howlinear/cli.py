@@ -61,6 +61,20 @@ class Search(StrEnum):
     paper = "paper"
 
 
+# -- flags that several commands take
+
+RunFolder = Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")]
+BatchSize = Annotated[int, typer.Option(help="Windows run at once.", min=1)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result's JSON and nothing else.")]
+
+
 PARTS = ("fit", "choose", "report")
 INTERRUPTED = 130  # exit code, as of a shell
 
@@ -127,23 +141,17 @@ def profile(
     bos: Annotated[
         Bos, typer.Option(help="Start windows with BOS; auto: as the tokenizer does.")
     ] = Bos.auto,
-    batch_size: Annotated[int, typer.Option(help="Windows run at once.", min=1)] = 8,
+    batch_size: BatchSize = 8,
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the row sample.")] = 0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print profile.json and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure every block, write a run folder, print the table."""
     paper = protocol is Protocol.paper
@@ -213,7 +221,7 @@ def profile(
 
 @app.command()
 def swap(
-    run: Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")],
+    run: RunFolder,
     tokens: Annotated[
         int, typer.Option(help="Tokens to predict; half as many to choose units by.", min=1)
     ] = 4096,
@@ -233,17 +241,11 @@ def swap(
     protocol: Annotated[
         str, typer.Option(help="windows-N, stride-LENGTH-STRIDE or gptq-2048.")
     ] = "windows-128",
-    batch_size: Annotated[int, typer.Option(help="Windows run at once.", min=1)] = 8,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print swap.json and nothing else.")
-    ] = False,
+    batch_size: BatchSize = 8,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
     asked, about = _asked(run)
@@ -291,7 +293,7 @@ def swap(
 
 @app.command()
 def probe(
-    run: Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")],
+    run: RunFolder,
     kind: Annotated[
         str,
         typer.Option(
@@ -320,15 +322,9 @@ def probe(
         typer.Option(help="Tokens to predict with each fitted layer swapped in; 0: none.", min=0),
     ] = 4096,
     seed: Annotated[int, typer.Option(help="Of row samples and the first start.")] = 0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print probe.json and nothing else.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find out what the map of each block leaves is made of."""
     asked, about = _asked(run)
@@ -637,8 +633,8 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     ) as bar:
 
         def begin(what: str, tokens: int) -> Callable[[int], None]:
-            if tokens and not console.is_terminal:
-                say(f"{what}: {tokens} tokens to run")
+            if not console.is_terminal:
+                say(f"{what}: {tokens} tokens to run" if tokens else what)
             for task in bar.tasks:
                 bar.update(task.id, visible=False)
             number = bar.add_task(what, total=tokens or None, rate="")

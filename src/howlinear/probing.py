@@ -186,9 +186,7 @@ def probe(
                 swap_map=_swap_map(model, Path(folder), run, block),
                 heal_on=heal_on,
             )
-            if progress is not None:
-                progress(f"block {block.index}", 0)
-            record, layers = _probed(subject)
+            record, layers = _probed(subject, progress)
             result.blocks.append(record)
             result.layers[block.index] = layers
             result.save(folder)
@@ -213,12 +211,16 @@ class Subject:
     heal_on: Tensor | None
 
 
-def _probed(subject: Subject) -> tuple[BlockProbe, dict[str, Layers]]:
+def _probed(
+    subject: Subject, progress: Progress | None = None
+) -> tuple[BlockProbe, dict[str, Layers]]:
     linear = outcome(subject.affine, subject.affine, subject.report)
     found: dict[str, Any] = {}
     layers: dict[str, Layers] = {"linear": {"linear": subject.affine}}
     for kind in subject.how.kinds:
         began = time.perf_counter()
+        if progress is not None:
+            progress(f"block {subject.block.index}: {kind}", 0)
         try:
             found[kind], layers[kind] = PROBES[kind](subject)
         except ValueError as why:  # experts have no hidden units of their own, and the like
@@ -307,7 +309,7 @@ def _network(
 
 
 def _trained(s: Subject) -> Found:
-    return baselines(s.fit, s.report, s.affine, steps=s.how.train_steps, seed=s.how.seed)
+    return baselines(s.fit, s.report, steps=s.how.train_steps, seed=s.how.seed)
 
 
 def _where(s: Subject) -> Found:
