@@ -11,6 +11,7 @@ from howlinear import blocks, profile, training
 from howlinear.families import as_module
 from howlinear.probing import KINDS, Probes, Settings, count, needs, probe, summarise
 from howlinear.records import BlockProbe, read_json
+from howlinear.swap import measure_swaps
 from test_swap import drawn
 
 
@@ -102,18 +103,27 @@ def test_kinds_and_blocks_add_up_in_the_file(strong, tmp_path):
         if path.name != "probe.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
 
-    def again(kind, at, **settings):
-        how = Settings((kind,), **settings)
-        return probe(model, tmp_path, **windows(model), settings=how, at=at)
+    def again(kind, at, how=None, **options):
+        settings = Settings((kind,), **(how or {}))
+        return probe(model, tmp_path, **windows(model), settings=settings, at=at, **options)
 
-    again("quantised", "1")
-    both = again("where", "0-1")
-    assert [b.index for b in both.blocks] == [0, 1]
-    assert both.blocks[1].quantised is not None
-    assert both.blocks[0].quantised is None
-    fresh = again("where", "1", seed=5)  # other rows may be drawn: not to be mixed
-    assert fresh.blocks[0].quantised is None
-    assert len(fresh.blocks) == 1
+    def written():
+        return read_json(tmp_path / "probe.json", "probe")["blocks"]
+
+    again("quantised", "1", predict=drawn(model, 20, 3))
+    assert written()[0]["quantised"]["swap"]
+    again("where", "0-1", predict=drawn(model, 20, 3))
+    first, second = written()
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["quantised"] is None
+    assert second["quantised"]["swap"]
+    assert second["linear"]["swap"]
+    again("where", "1")  # no costs asked for: those of other tokens are not kept beside it
+    assert "swap" not in written()[1]["quantised"]
+    assert "int4" in written()[1]["quantised"]
+    again("where", "1", how={"seed": 5})  # other rows may be drawn: not to be mixed
+    (only,) = written()
+    assert only["quantised"] is None
     profile(model, drawn(model, 600, 0), batch_size=64).save(tmp_path)
     assert not (tmp_path / "probe.json").exists()  # of maps that are gone
 
@@ -190,10 +200,55 @@ def test_the_summary_correlates_over_blocks():
     assert summarise([]) == {}
 
 
-def test_a_file_that_is_not_ours_is_replaced_not_read(strong, tmp_path):
-    (tmp_path / "probe.json").write_text("{")
-    Probes([], {}, None, {"rows": {}}, []).save(tmp_path)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        '{"kind": "probe", "schema": 1}',
+        '{"kind": "probe", "schema": 1, "settings": {"rows": {}, "seed": 0}, "blocks": 3}',
+        '{"kind": "probe", "schema": 1, "settings": {"rows": {}, "seed": 0}, "blocks": [3]}',
+        '{"kind": "probe", "schema": 1, "settings": [], "blocks": []}',
+    ],
+)
+def test_a_file_that_is_not_ours_is_replaced_not_read(tmp_path, content):
+    (tmp_path / "probe.json").write_text(content)
+    Probes([], {}, None, {"rows": {}, "seed": 0}, []).save(tmp_path)
     assert read_json(tmp_path / "probe.json", "probe")["blocks"] == []
+
+
+def test_odd_numbers_in_a_file_do_not_get_into_the_summary(tmp_path):
+    odd = {"gain": "1", "rank": 4, "solver": "ours"}
+    blocks = [
+        BlockProbe(0, "a", 0.5, 0.5, {}, bilinear=odd, quantised={"int4": {"error": None}}),
+        BlockProbe(1, "b", 0.5, 0.5, {}, bilinear=odd | {"gain": 0.25}, quantised={"int4": 3}),
+        BlockProbe(2, "c", 0.5, 0.5, {}, bilinear=odd | {"gain": 0.5, "rank": 8}),
+    ]
+    assert summarise(blocks)["bilinear_gain"]["blocks"] == 1
+    assert "int4_error" not in summarise(blocks)
+
+
+def test_a_constant_block_is_left_out(tmp_path):
+    model = tiny.model("llama")
+    block = blocks(model)[1]
+    model.get_submodule(block.down).weight.data.zero_()
+    ids = [torch.randint(3, 49, (n, 8)) for n in (700, 50, 60)]
+    profile(model, ids[0]).save(tmp_path)
+    texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
+    found = probe(model, tmp_path, **texts, settings=Settings(("degree", "trained")), at="1")
+    assert "does not vary" in found.blocks[0].degree["skipped"]
+    assert "does not vary" in found.blocks[0].trained["skipped"]
+
+
+def test_healing_reads_what_swap_chose_and_runs_in_bfloat16(tmp_path):
+    model = tiny.model("llama").to(torch.bfloat16)
+    ids = [torch.randint(3, 49, (n, 8)) for n in (700, 50, 60)]
+    profile(model, ids[0]).save(tmp_path)
+    measure_swaps(model, tmp_path, choose=ids[1], report=ids[2], at="1", units=2).save(tmp_path)
+    texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
+    how = Settings(("healing", "units", "bilinear"), rank=2, seeds=1, heal_steps=3)
+    found = probe(model, tmp_path, **texts, settings=how, at="0-1", predict=ids[1], heal_on=ids[1])
+    assert [len(b.healing["units"]) for b in found.blocks] == [0, 2]  # swap knows of block 1 alone
+    assert set(found.blocks[1].healing["swap"]) == {"swapped", "healed", "control"}
 
 
 def test_tokens_are_counted_whatever_holds_them():

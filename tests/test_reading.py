@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from howlinear import Affine
-from howlinear.reading import directions, where
+from howlinear.reading import _final_norm, directions, where
 from howlinear.samples import Sample
 
 
@@ -77,6 +77,17 @@ def test_a_map_that_writes_a_tokens_unembedding_is_read_so():
     turned = directions(model, back, rows())[0]
     side = "up" if turned["writes"]["up"][0] == token else "down"
     assert turned["reads"]["down" if side == "up" else "up"][0] == token  # read for, write against
+
+
+@pytest.mark.parametrize("name", ["gemma2", "opt", "gpt2", "gpt_neox"])
+def test_the_final_norm_is_found_and_its_gain_is_what_it_does(name):
+    model = tiny.model(name)
+    norms = {"gemma2": "model.norm", "opt": "model.decoder.final_layer_norm"}
+    norms |= {"gpt2": "transformer.ln_f", "gpt_neox": "gpt_neox.final_layer_norm"}
+    norm = model.get_submodule(norms[name])
+    norm.weight.data = torch.linspace(0.5, 2, 16)
+    want = norm.weight.double() + (1 if name == "gemma2" else 0)
+    torch.testing.assert_close(_final_norm(model, 16), want.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_without_unembedding_reads_nothing():

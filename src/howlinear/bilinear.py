@@ -57,8 +57,8 @@ class Bilinear(nn.Module):
         super().__init__()
         self.d_in, self.d_out = affine.d_in, affine.d_out
         like = left.detach()
-        self.weight = nn.Parameter(affine.weight.to(like))
-        bias = affine.bias.to(like)
+        self.weight = nn.Parameter(affine.weight.to(like, copy=True))
+        bias = affine.bias.to(like, copy=True)
         self.bias = nn.Parameter(bias if mean is None else bias - write.detach() @ mean)
         self.left, self.right = nn.Parameter(left.detach()), nn.Parameter(right.detach())  # (r, d)
         self.write = nn.Parameter(write.detach())  # (d_out, r)
@@ -207,6 +207,7 @@ class _Problem:
     def __init__(self, fit: Sample, affine: Affine) -> None:
         self.affine, self.n, self.ridge = affine, len(fit), RIDGE
         self.rest = left_over(fit, affine)
+        self.rest -= self.rest.mean(0)  # products are centred too; zero where fitted on these rows
         self.total = float(self.rest.double().square().sum()) or 1.0
         values, Q = torch.linalg.eigh((fit.x.t() @ fit.x).double() / self.n)
         scale = values.mean().clamp_min(torch.finfo(torch.float64).tiny)
@@ -226,6 +227,7 @@ class _Problem:
         """The same on some of the rows."""
         few = copy.copy(self)
         few.x, few.rest, few.n = self.x[rows], self.rest[rows], len(rows)
+        few.rest -= few.rest.mean(0)
         few.total = float(few.rest.double().square().sum()) or 1.0
         return few
 

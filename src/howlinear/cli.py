@@ -363,7 +363,8 @@ def probe(
     if "healing" in names:
         from howlinear import corpus
 
-        healed = corpus.windows(text.fit, tokenizer, cut.length, tokens=budget, bos=bos)
+        most = max(budget, cut.length)
+        healed = corpus.windows(text.fit, tokenizer, cut.length, tokens=most, bos=bos)
     with progress_bars() as begin:
         result = probing.probe(
             net,
@@ -378,6 +379,7 @@ def probe(
             heal_on=healed,
             decode=lambda token: tokenizer.decode([token]),
             memory=None if room is None else room // 2,
+            keep_layers=False,
             about={
                 "model": about["model"],
                 "corpus": {"name": text.name, **dict(zip(PARTS, text.parts, strict=True))},

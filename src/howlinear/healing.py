@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from howlinear.affine import Affine, UnitMap
 from howlinear.families import Block, swapped
 from howlinear.perplexity import evaluating
+from howlinear.samples import Cast
 
 LEARNING_RATE = 1e-4
 WINDOWS = 2  # a step
@@ -32,16 +32,16 @@ class Healing(nn.Module):
         super().__init__()
         affine = layer.affine if isinstance(layer, UnitMap) else layer
         self.linear = affine.to_linear()
-        self.hidden = layer.hidden if isinstance(layer, UnitMap) else None
+        self.hidden = Cast(layer.hidden) if isinstance(layer, UnitMap) else None
         self.write = (
             nn.Parameter(layer.write.float().clone()) if isinstance(layer, UnitMap) else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x.float())
+        y: Tensor = self.linear(x)
         if self.hidden is not None and self.write is not None:
-            y = y + nn.functional.linear(self.hidden(x).float(), self.write)
-        return y.to(x)
+            y = y + nn.functional.linear(self.hidden(x), self.write)
+        return y
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +64,13 @@ def heal(
     *,
     steps: int = 200,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
 ) -> Healed:
-    """Adam 1e-4 on the next-token loss, two windows a step; a copy of `layer` is trained."""
+    """Adam 1e-4 on the next-token loss, two windows a step; a float32 copy of `layer` is trained."""
     began = time.perf_counter()
-    layer = copy.deepcopy(layer).requires_grad_(True)
+    layer = copy.deepcopy(layer).float().requires_grad_(True)
     if isinstance(layer, Healing) and layer.hidden is not None:
         layer.hidden.requires_grad_(False)
+    runs = Cast(layer)
     params = [p for p in layer.parameters() if p.requires_grad]
     frozen = {p: p.requires_grad for p in model.parameters()}
     adam = torch.optim.Adam(params, lr=LEARNING_RATE)
@@ -79,7 +79,7 @@ def heal(
     losses: list[float] = []
     try:
         model.requires_grad_(False)
-        with swapped(model, {block: layer}), evaluating(model):
+        with swapped(model, {block: runs}), evaluating(model):
             for _ in range(steps):
                 ids = windows[torch.randint(len(windows), (WINDOWS,), generator=g)].to(device)
                 logits = model(input_ids=ids).logits[:, :-1].float()
@@ -90,8 +90,6 @@ def heal(
                 loss.backward()
                 adam.step()
                 losses.append(float(loss.detach()))
-                if progress is not None:
-                    progress(ids.numel())
     finally:
         for p, before in frozen.items():
             p.requires_grad_(before)

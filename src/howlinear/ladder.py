@@ -39,7 +39,7 @@ def climb(
     """Every rung's held-out score and parameters, and its map by k.
 
     One more rung has as many parameters as two matrices, to stand beside `dense (2x)`. Rungs with
-    fewer than 8 fit rows a column are left out.
+    fewer than 8 fit rows a column are left out. Those that are fitted refit the matrix too.
     """
     every = Cast(hidden_units(model, block))
     d, m = block.d_in, int(every(fit.x[:1]).shape[-1])

@@ -76,11 +76,12 @@ def degrees(
     steps: list[dict[str, Any]] = []
     layers: dict[str, Layer] = {}
     squares: dict[str, Tensor] = {}
-    for degree, count in ((2, p), (3, p), (2, wide)):
+    errors_by: dict[str, float] = {}
+    for degree, count in dict.fromkeys(((2, p), (3, p), (2, wide))):
         directions = (vectors[:, -count:] / values[-count:].sqrt()).flip(1).float()
         layer = Polynomial(affine, mean, directions, degree)
-        ridge = _fit(layer, fit, rest, choose)
         name = f"degree {degree} in {count}"
+        ridge, errors_by[name] = _fit(layer, fit, rest, choose)
         layers[name], squares[name] = layer, errors(layer, report)[0]
         done = outcome(layer, affine, report)
         steps.append(
@@ -90,13 +91,14 @@ def degrees(
                 "monomials": layer.weight.shape[1],
                 "ridge": ridge,
                 "parameters": affine.parameters + directions.numel() + size_of(layer),
-                "recovered": done.gain / (1 - done.r2 + done.gain),
+                "recovered": _share(done.gain, 1 - done.r2 + done.gain),
                 **done.to_dict(),
             }
         )
     second, third = squares[f"degree 2 in {p}"], squares[f"degree 3 in {p}"]
     more, more_se = ratio(second - third, report.spread, report.window)
-    found = {"steps": steps, "third_gain": more, "third_gain_se": more_se}
+    best = min(errors_by, key=errors_by.__getitem__)  # by the rows kept for choosing
+    found = {"steps": steps, "best": best, "third_gain": more, "third_gain_se": more_se}
     return found | {"verdict": verdict(steps, more, more_se)}, layers
 
 
@@ -110,13 +112,17 @@ def verdict(steps: list[dict[str, Any]], third: float, third_se: float) -> str:
     return "second order"
 
 
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
 def _monomials(directions: int, degree: int) -> int:
     return math.comb(directions + degree, degree) - 1
 
 
 @torch.no_grad()
-def _fit(layer: Polynomial, fit: Sample, rest: Tensor, choose: Sample) -> float:
-    """The weights of the ridge that does best on `choose`; that ridge."""
+def _fit(layer: Polynomial, fit: Sample, rest: Tensor, choose: Sample) -> tuple[float, float]:
+    """The weights of the ridge that does best on `choose`; that ridge, and the squares it leaves."""
     squares = sum(layer.monomials(x).double().square().sum(0) for x in fit.x.split(CHUNK))
     assert isinstance(squares, Tensor)
     layer.scale = (squares / len(fit)).sqrt().float().clamp_min(1e-30)
@@ -135,4 +141,4 @@ def _fit(layer: Polynomial, fit: Sample, rest: Tensor, choose: Sample) -> float:
         if error < best:
             best, found = error, ridge
             layer.weight.data, layer.bias.data = weight, bias
-    return found
+    return found, best

@@ -1,6 +1,7 @@
 """What is the rest made of? One block after the other, every kind of probe that was asked for.
 
-    result = probe(model, "runs/demo", fit=..., choose=..., report=..., kinds=("bilinear", "units"))
+    how = Settings(kinds=("bilinear", "units"))
+    result = probe(model, "runs/demo", fit=..., choose=..., report=..., settings=how)
     result.blocks[0].bilinear["gain"], result.blocks[0].units["steps"]
 
 Layers are fitted on rows of the run's own text, stopped and chosen by a second, scored on a third.
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear import corpus
-from howlinear.affine import Affine
+from howlinear.affine import Affine, UnitMap
 from howlinear.bilinear import (
     RANKS,
     Bilinear,
@@ -33,15 +34,22 @@ from howlinear.bilinear import (
 )
 from howlinear.families import Block, as_module, projection_shape
 from howlinear.healing import Healing, heal
-from howlinear.ladder import climb
-from howlinear.perplexity import Batches, Loss, Protocol, Readout
+from howlinear.ladder import ROWS_A_COLUMN, climb
+from howlinear.perplexity import Batches, Loss, Protocol, Readout, protocol_of
 from howlinear.polynomials import degrees
 from howlinear.profiling import Profile
 from howlinear.reading import Decode, directions, where
-from howlinear.records import SCHEMA, BlockProbe, pearson, read_json, spearman, write_json
+from howlinear.records import (
+    SCHEMA,
+    BlockProbe,
+    BlockSwap,
+    pearson,
+    read_json,
+    spearman,
+    write_json,
+)
 from howlinear.rounding import rounding_errors
 from howlinear.samples import (
-    OCCLUDED,
     Cast,
     Layer,
     Sample,
@@ -115,26 +123,46 @@ class Probes:
             "blocks": [b.to_dict() for b in self.blocks],
         }
 
-    def save(self, folder: str | Path) -> Probes:
+    def save(self, folder: str | Path) -> None:
         """Write probe.json. Probes of other kinds or blocks on the same rows stay in it."""
         path = Path(folder) / "probe.json"
-        merged = self
-        with suppress(ValueError):
-            before = read_json(path, "probe")
-            if before.get("settings") == self.settings:
-                merged = replace(self, blocks=_merged(before["blocks"], self.blocks))
-        write_json(path, merged.to_dict())
-        return merged
+        known, base = _read(path, self.settings)
+        for block in self.blocks:
+            old = known.get(block.index)
+            kept = {} if old is None else {k: v for k in KINDS if (v := getattr(old, k))}
+            new = {k: v for k in KINDS if (v := getattr(block, k)) is not None}
+            linear = block.linear if old is None else old.linear | block.linear
+            known[block.index] = replace(block, linear=linear, **(kept | new))
+        data = replace(self, blocks=[known[i] for i in sorted(known)]).to_dict()
+        write_json(path, data | {"base": data["base"] or base})
 
 
-def _merged(before: list[Any], now: list[BlockProbe]) -> list[BlockProbe]:
-    by_index = {b["index"]: BlockProbe.from_dict(b) for b in before}
-    for block in now:
-        old = by_index.get(block.index)
-        kept = {} if old is None else {k: v for k in KINDS if (v := getattr(old, k)) is not None}
-        new = {k: v for k in KINDS if (v := getattr(block, k)) is not None}
-        by_index[block.index] = replace(block, **(kept | new))
-    return [by_index[i] for i in sorted(by_index)]
+def _read(path: Path, settings: dict[str, Any]) -> tuple[dict[int, BlockProbe], Any]:
+    """The probes of a file by block, and its base, as far as they are of the same rows.
+
+    What swaps cost on other tokens is left behind. A file that cannot be read has nothing.
+    """
+    try:
+        data = read_json(path, "probe")
+        before, listed = data["settings"], [BlockProbe.from_dict(b) for b in data["blocks"]]
+        if any(before[name] != settings.get(name) for name in ("rows", "seed")):
+            return {}, None
+        base = data["base"]
+        if any(before[name] != settings.get(name) for name in ("predicted", "protocol")):
+            listed, base = [_without_costs(b) for b in listed], None
+    except (ValueError, KeyError, TypeError):
+        return {}, None
+    return {b.index: b for b in listed}, base
+
+
+def _without_costs(block: BlockProbe) -> BlockProbe:
+    def bare(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in found.items() if name != "swap"}
+
+    kinds: dict[str, Any] = {
+        k: bare(v) for k in ("linear", *KINDS) if (v := getattr(block, k)) is not None
+    }
+    return replace(block, **kinds)
 
 
 def probe(
@@ -151,6 +179,7 @@ def probe(
     heal_on: Tensor | None = None,
     decode: Decode | None = None,
     memory: int | None = None,
+    keep_layers: bool = True,
     about: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Probes:
@@ -158,19 +187,21 @@ def probe(
 
     `fit` are windows of the run's text, `choose` and `report` of text that it never read; `predict`
     are the tokens that swaps are costed on (none: no costs), `heal_on` windows to fine-tune on. Rows
-    of as many blocks as `memory` bytes hold are gathered in one pass.
+    of as many blocks as `memory` bytes hold, with the layers fitted to them, are gathered in one
+    pass; without `keep_layers` the layers are then forgotten.
     """
     how = settings or Settings()
     run = Profile.load(folder)
     pairs = match(model, run, at)
     like = torch.zeros((), dtype=torch.float32)
+    fit, choose, report = (w if isinstance(w, Tensor) else list(w) for w in (fit, choose, report))
     sizes = {name: count(w) for name, w in (("fit", fit), ("choose", choose), ("report", report))}
-    said = {"rows": sizes, "seed": how.seed}
+    said: dict[str, Any] = {"rows": sizes, "seed": how.seed, "predicted": 0, "protocol": None}
     costed, notes = _costed(model, predict)
     if costed is not None:
-        said |= {"predicted": count(costed), "protocol": str(protocol or "")}
+        said |= {"predicted": count(costed), "protocol": protocol_of(costed, protocol).name}
     result = Probes([], {}, None, said, notes, about or {})
-    for group in _groups([b for b, _ in pairs], sum(sizes.values()), memory):
+    for group in _groups(model, [b for b, _ in pairs], sum(sizes.values()), memory):
         rows = [gather(model, group, windows) for windows in (fit, choose, report)]
         for block in group:
             fit_rows, choose_rows, report_rows = (samples.pop(block.index) for samples in rows)
@@ -183,7 +214,7 @@ def probe(
                 report=report_rows,
                 how=how,
                 decode=decode,
-                swap_map=_swap_map(model, Path(folder), run, block),
+                swap_map=partial(_swap_map, model, Path(folder), run, block),
                 heal_on=heal_on,
             )
             record, layers = _probed(subject, progress)
@@ -192,7 +223,10 @@ def probe(
             result.save(folder)
         if costed is not None:
             result = _with_costs(model, result, group, costed, protocol, progress)
-    return result.save(folder)
+        if not keep_layers:
+            result.layers.clear()
+    result.save(folder)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +241,7 @@ class Subject:
     report: Sample
     how: Settings
     decode: Decode | None
-    swap_map: Any  # what `howlinear swap` chose, or the affine map
+    swap_map: Callable[[], Affine | UnitMap]  # what `howlinear swap` chose, or the affine map
     heal_on: Tensor | None
 
 
@@ -217,17 +251,19 @@ def _probed(
     linear = outcome(subject.affine, subject.affine, subject.report)
     found: dict[str, Any] = {}
     layers: dict[str, Layers] = {"linear": {"linear": subject.affine}}
+    constant = not float(subject.report.spread.sum()) > 0 or not float(subject.fit.spread.sum()) > 0
     for kind in subject.how.kinds:
         began = time.perf_counter()
         if progress is not None:
             progress(f"block {subject.block.index}: {kind}", 0)
         try:
+            if constant:
+                raise ValueError("the block's output does not vary")
             found[kind], layers[kind] = PROBES[kind](subject)
         except ValueError as why:  # experts have no hidden units of their own, and the like
             found[kind] = {"skipped": str(why)}
         found[kind]["seconds"] = time.perf_counter() - began
     block = subject.block
-    whole = Cast(as_module(subject.model, block))
     return BlockProbe(
         index=block.index,
         path=block.path,
@@ -236,11 +272,20 @@ def _probed(
         linear={
             "cosine": linear.cosine,
             "conjunction": linear.conjunction,
-            "conjunction_block": conjunction(whole, subject.report.x[:OCCLUDED]),
+            "conjunction_block": _own_conjunction(subject),
             "parameters": subject.affine.parameters,
         },
         **found,
     ), layers
+
+
+def _own_conjunction(subject: Subject) -> float | None:
+    """The block's; None for a module that does not run on x alone."""
+    try:
+        block = Cast(as_module(subject.model, subject.block))
+        return conjunction(block, subject.report.spaced)
+    except (ValueError, TypeError):
+        return None
 
 
 # -- the kinds ------------------------------------------------------------------------------------
@@ -286,7 +331,12 @@ def _units(s: Subject) -> Found:
     steps, maps = climb(s.model, s.block, s.fit, s.report, s.affine)
     limit = 2 * s.affine.parameters
     k = max((step["k"] for step in steps if step["parameters"] <= limit), default=0)
-    return {"steps": steps, "at_two_matrices": k}, {f"{k} units": maps[k]} if k else {}
+    found = {"steps": steps, "at_two_matrices": k}
+    top = max((step["k"] for step in steps[:-1]), default=0)
+    if 2 * top < steps[-1]["k"]:
+        columns = s.block.d_in + (steps[-1]["k"] + 1) // 2 + 1
+        found["note"] = f"more than {top} units need more rows: {ROWS_A_COLUMN * columns} (--rows)"
+    return found, {f"{k} units": maps[k]} if k else {}
 
 
 def _network(
@@ -303,7 +353,7 @@ def _network(
         seeds = [t.to_dict() | outcome(t.layer, s.affine, s.report).to_dict() for t in tried]
         found = {**seeds[tried.index(best)], "seeds": seeds}
         found.pop("curve")
-        return found, {name: best.layer}
+        return found | ({} if name == "dense" else {"rank": s.how.rank}), {name: best.layer}
 
     return run
 
@@ -325,7 +375,8 @@ def _healing(s: Subject) -> Found:
     if s.heal_on is None:
         raise ValueError("no windows to fine-tune on")
     Readout(s.model)  # a ValueError where there is no next-token loss
-    start = Healing(s.swap_map)
+    swap_map = s.swap_map()
+    start = Healing(swap_map)
     mended, control = (
         heal(s.model, s.block, layer, s.heal_on, steps=s.how.heal_steps, seed=s.how.seed)
         for layer in (start, as_module(s.model, s.block))
@@ -333,7 +384,7 @@ def _healing(s: Subject) -> Found:
     layers: dict[str, Layer] = {"swapped": start.requires_grad_(False)}
     layers |= {"healed": mended.layer, "control": control.layer}
     found = {"healed": mended.to_dict(), "control": control.to_dict()}
-    return found | {"units": list(getattr(s.swap_map, "units", ()))}, layers
+    return found | {"units": list(getattr(swap_map, "units", ()))}, layers
 
 
 PROBES: dict[str, Callable[[Subject], Found]] = {
@@ -357,8 +408,8 @@ PROBES: dict[str, Callable[[Subject], Found]] = {
 
 def needs(model: nn.Module, at: Sequence[Block], rows: int, memory: int | None) -> tuple[int, int]:
     """(blocks whose rows are held at once, bytes that they and the work on one of them take)."""
-    group = _groups(at, rows, memory)[0]
-    held = sum(bytes_of(b, rows) for b in group)
+    group = _groups(model, at, rows, memory)[0]
+    held = sum(_bytes(model, b, rows) for b in group)
     work = 0
     for b in at:
         down = model.get_submodule(b.down) if b.down else None
@@ -368,10 +419,18 @@ def needs(model: nn.Module, at: Sequence[Block], rows: int, memory: int | None) 
     return len(group), held + work
 
 
-def _groups(at: Sequence[Block], rows: int, memory: int | None) -> list[list[Block]]:
+def _bytes(model: nn.Module, block: Block, rows: int) -> int:
+    """Of a block's rows, and of layers about twice its size that are fitted to it."""
+    own = as_module(model, block).parameters()
+    return bytes_of(block, rows) + 2 * sum(p.numel() * p.element_size() for p in own)
+
+
+def _groups(
+    model: nn.Module, at: Sequence[Block], rows: int, memory: int | None
+) -> list[list[Block]]:
     groups: list[list[Block]] = [[]]
     for block in at:
-        held = sum(bytes_of(b, rows) for b in [*groups[-1], block])
+        held = sum(_bytes(model, b, rows) for b in [*groups[-1], block])
         if groups[-1] and memory is not None and held > memory:
             groups.append([])
         groups[-1].append(block)
@@ -415,14 +474,16 @@ def _costed(model: nn.Module, predict: Batches | None) -> tuple[Batches | None, 
     return predict, []
 
 
-def _swap_map(model: nn.Module, folder: Path, run: Profile, block: Block) -> Any:
-    """With the hidden units that `howlinear swap` chose to keep, where it was run."""
-    units: list[int] = []
-    with suppress(ValueError, KeyError, TypeError):
+def _swap_map(model: nn.Module, folder: Path, run: Profile, block: Block) -> Affine | UnitMap:
+    """Least squares with the hidden units that `howlinear swap` chose to keep, where it was run."""
+    try:
         listed = read_json(folder / "swap.json", "swap")["blocks"]
-        units = next(b["units"] for b in listed if b["index"] == block.index)
+        chosen = {b.index: b.units for b in map(BlockSwap.from_dict, listed)}
+    except (ValueError, KeyError, TypeError):
+        chosen = {}
     shelf = Shelf(model, folder, run, "none", None, [block])
-    return shelf.map(block, len(units) if len(units) in shelf.ladder(block) else 0)
+    k = len(chosen.get(block.index, ()))
+    return shelf.map(block, k if k in shelf.ladder(block) else 0)
 
 
 def _with_costs(
@@ -459,16 +520,25 @@ def _with_costs(
     return replace(result, blocks=blocks, base=swept.base)
 
 
+def _way(block: BlockProbe) -> tuple[Any, Any]:
+    found = block.bilinear or {}
+    return found.get("rank"), found.get("solver")
+
+
 def summarise(blocks: Sequence[BlockProbe]) -> dict[str, Any]:
     """Over blocks: does what a probe recovers go with how nonlinear the block is?"""
-    gains = [(b.bilinear["gain"], 1 - b.r2) for b in blocks if b.bilinear and "gain" in b.bilinear]
+    ways = [_way(b) for b in blocks if b.bilinear and "gain" in b.bilinear]
+    usual = max(ways, key=ways.count, default=None)  # ranks and solvers are not mixed
+    gains = [(b.bilinear["gain"], b.r2) for b in blocks if b.bilinear and _way(b) == usual]
     rounded = [
-        (b.quantised["int4"]["error"], 1 - b.r2)
+        (b.quantised["int4"].get("error"), b.r2)
         for b in blocks
-        if b.quantised and "int4" in b.quantised
+        if b.quantised and isinstance(b.quantised.get("int4"), dict)
     ]
     found: dict[str, Any] = {}
-    for name, values in (("bilinear_gain", gains), ("int4_error", rounded)):
+    for name, pairs in (("bilinear_gain", gains), ("int4_error", rounded)):
+        finite = [p for p in pairs if all(isinstance(v, float) and v == v for v in p)]
+        values = [(v, 1 - r2) for v, r2 in finite]
         if not values:
             continue
         ours, rest = [v for v, _ in values], [r for _, r in values]

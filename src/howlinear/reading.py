@@ -1,7 +1,7 @@
 """Where the rest sits, and what the linear part computes.
 
-where(affine, report, tokenizer)        # positions and tokens that carry what the map leaves
-directions(model, affine, fit)          # what the map reads and writes, in tokens
+where(affine, report, decode)        # positions and tokens that carry what the map leaves
+directions(model, affine, fit, decode)          # what the map reads and writes, in tokens
 """
 
 from __future__ import annotations
@@ -98,8 +98,22 @@ def _token(index: int, decode: Decode | None) -> Any:
     return decode(index) if decode else index
 
 
+@torch.no_grad()
 def _final_norm(model: nn.Module, width: int) -> Tensor | None:
-    """Weights of the norm before the unembedding: the backbone's last child with one a feature."""
-    weights = [getattr(child, "weight", None) for child in backbone(model).children()]
-    norms = [w for w in weights if isinstance(w, Tensor) and tuple(w.shape) == (width,)]
-    return norms[-1].detach().double().cpu() if norms else None
+    """What the norm before the unembedding multiplies each feature by, as it does it.
+
+    It is the last module outside the stack of layers with one weight a feature. Some families
+    multiply by the weight, some by one more than it: so plus and minus one are sent through.
+    """
+    found = None
+    for path, module in backbone(model).named_modules():
+        weight = getattr(module, "weight", None)
+        inside = any(part.isdigit() for part in path.split("."))
+        if isinstance(weight, Tensor) and tuple(weight.shape) == (width,) and not inside:
+            found = module
+    if found is None:
+        return None
+    v = torch.ones(1, width).to(next(found.parameters()))
+    v[:, 1::2] = -1
+    gain: Tensor = (found(v) - found(-v)) / (2 * v)
+    return gain[0].double().cpu()

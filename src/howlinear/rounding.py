@@ -24,13 +24,13 @@ GROUP = {8: None, 4: 128}
 def nearest(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
     """(out, in) rounded to 2^bits - 1 levels about zero, one scale a row and group of inputs."""
     most = 2 ** (bits - 1) - 1
-    parts = weight.split(group or weight.shape[1], dim=1)
+    parts = weight.float().split(group or weight.shape[1], dim=1)
     rounded = []
     for part in parts:
         scale = part.abs().amax(1, keepdim=True) / most
         scale = torch.where(scale > 0, scale, 1.0)
         rounded.append((part / scale).round().clamp(-most, most) * scale)
-    return torch.cat(rounded, 1)
+    return torch.cat(rounded, 1).to(weight)
 
 
 def rounded(model: nn.Module, block: Block, bits: int) -> nn.Module:

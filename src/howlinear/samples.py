@@ -43,6 +43,11 @@ class Sample:
         return len(self.x)
 
     @cached_property
+    def spaced(self) -> Tensor:
+        """256 rows, or all, from everywhere in the text."""
+        return self.x[:: max(1, len(self) // OCCLUDED)][:OCCLUDED]
+
+    @cached_property
     def body(self) -> Tensor:
         """(n,) rows that are no window's first."""
         return self.position > 0
@@ -67,7 +72,11 @@ def gather(model: nn.Module, at: Sequence[Block], windows: Batches) -> dict[int,
     inputs: dict[str, Tensor] = {}
 
     def receive(block: Block, rows: Rows) -> None:
-        own = (rows.x.float().cpu(), rows.y.float().cpu(), rows.window.cpu() + before)
+        own = (
+            rows.x.to(torch.float32, copy=True).cpu(),
+            rows.y.float().cpu(),
+            rows.window.cpu() + before,
+        )
         name = "decoder_input_ids" if block.stack == "decoder" else "input_ids"
         read, token = inputs.get(name, inputs.get("input_ids")), torch.full((len(rows.x),), -1)
         if read is not None and int(rows.kept[-1]) < read.numel():
@@ -133,7 +142,7 @@ def outcome(layer: Layer, affine: Layer, sample: Sample) -> Outcome:
         gain_body=gain_body,
         gain_body_se=gain_body_se,
         cosine=cosine,
-        conjunction=conjunction(layer, sample.x[:OCCLUDED]),
+        conjunction=conjunction(layer, sample.spaced),
     )
 
 
@@ -150,8 +159,8 @@ class Cast(nn.Module):
         self.like = next(own, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.like is None:  # maps convert for themselves
-            return self.layer(x)
+        if self.like is None:  # maps take any dtype; not to be run in less than float32
+            return self.layer(x.to(torch.promote_types(x.dtype, torch.float32))).to(x)
         rows = x.to(self.like)
         return self.layer(rows if x.ndim > 2 else rows[None]).reshape(*x.shape[:-1], -1).to(x)
 

@@ -231,7 +231,9 @@ def _cost(found: dict[str, Any], name: str) -> str:
 
 
 def _gain(found: dict[str, Any]) -> str:
-    return f"{found['gain']:+.4f} ±{number(found['gain_se'], 4)}"
+    gain = found["gain"]
+    shown = "-" if gain is None or gain != gain else f"{gain:+.4f}"
+    return f"{shown} ±{number(found['gain_se'], 4)}"
 
 
 def _bilinear_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
@@ -245,11 +247,9 @@ def _bilinear_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
 
 
 def _degree_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:
-    two, three, wide = found["steps"]
-    shares = [f"{step['recovered']:+.3f}" for step in (two, three, wide)]
-    names = [f"degree {s['degree']} in {s['directions']}" for s in (two, three, wide)]
-    best = max(range(3), key=lambda i: found["steps"][i]["recovered"])
-    return [[number(b.r2), *shares, _cost(found, names[best]), found["verdict"]]]
+    steps = found["steps"]
+    shares = [number(step["recovered"]) for step in (steps[0], steps[1], steps[-1])]
+    return [[number(b.r2), *shares, _cost(found, found["best"]), found["verdict"]]]
 
 
 def _units_rows(b: BlockProbe, found: dict[str, Any]) -> Cells:

@@ -1,13 +1,13 @@
 """Layers trained by gradient descent in a block's place: depth controls, and the pitfall of training.
 
-    trained = train(dense(fit.x, fit.y, seed=0), fit, choose)
+    trained = train(dense(fit, seed=0), fit, choose)
     trained.layer, trained.converged, trained.curve
 
     baselines(fit, report)              # a linear layer by SGD, Adam and AdamW against the closed form
 
-A trained layer is given every chance: inputs and outputs are brought to unit scale inside it, the
+A trained network is given every chance: inputs and outputs are brought to unit scale inside it, the
 step shrinks when the rows kept for stopping no longer gain, and the best state by them is kept. It
-has converged when three such shrinkings in a row brought nothing.
+has converged when the step has shrunk three times.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from howlinear.samples import CHUNK, Layer, Sample, errors
 BATCH = 256
 EVERY = 250  # steps between looks at the rows kept for stopping
 PATIENCE = 3  # looks without gain before the step shrinks
+GAIN = 5e-4  # of R2: less is none
 SHRINK = 0.3
 LOOKS = 30  # points of a baseline's loss curve
 
@@ -125,7 +126,7 @@ def train(
     scale = float((fit.y - fit.y.mean(0)).square().mean()) or 1.0
     adam = torch.optim.AdamW(layer.parameters(), lr=lr, fused=True)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        adam, mode="max", factor=SHRINK, patience=PATIENCE - 1, threshold=1e-4
+        adam, mode="max", factor=SHRINK, patience=PATIENCE - 1, threshold=GAIN, threshold_mode="abs"
     )
     total = choose.spread.sum()
 
