@@ -21,6 +21,7 @@ lint: .venv/test.stamp
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/profile.py
 	$(BIN)/python benchmarks/swap.py
+	$(BIN)/python benchmarks/probe.py
 
 # torch goes first and by its exact pin: a looser request may bring gigabytes of CUDA libraries.
 .venv/demo.stamp: pyproject.toml constraints.txt

@@ -31,7 +31,7 @@ from howlinear.affine import Affine
 from howlinear.samples import CHUNK, Sample, errors
 
 WHITENING = 0.25  # of 1
-RIDGE = 0.1  # a row's, for x of unit mean square; lowered for as long as that helps
+RIDGE = 0.3  # a row's, for x of unit mean square; lowered for as long as that helps
 EVERY = 10  # iterations between looks at the rows kept for stopping
 ITERATIONS = 200
 STARTS = 4
