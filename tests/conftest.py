@@ -1,12 +1,17 @@
 """One thread for tiny models, which more would only slow down; all of them for real ones."""
 
 import importlib.util
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from howlinear import corpus, models
+import tiny
+from command import run
+from howlinear import cli, corpus, models
 
 ALL = torch.get_num_threads()
 
@@ -48,3 +53,57 @@ def need(*packages):
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is missing: make test installs it")
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The command in this process: seconds sooner, for what needs no process of its own."""
+
+    def call(*args):
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["howlinear", *map(str, args)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(args, stopped.value.code, out, err)
+
+    return call
+
+
+@pytest.fixture
+def complaint(here):
+    """What a mistake prints: one line on stderr after progress, nothing on stdout, exit code 2."""
+
+    def call(*args):
+        done = here(*args)
+        assert done.returncode == 2, done
+        assert done.stdout == ""
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("howlinear: ")
+        return last
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def small_run(minilm, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "minilm"
+    args = ("profile", minilm, "--tokens", "6144", "--max_length", "256", "-o", out)
+    return args, out, run(*args)
+
+
+@pytest.fixture(scope="session")
+def little(minilm, wikitext, tmp_path_factory):
+    """A folder with a tiny causal model, a text, and a run."""
+    folder = tmp_path_factory.mktemp("little")
+    torch.manual_seed(0)
+    tiny.model("llama", vocab_size=30522).save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (minilm / name).exists():
+            shutil.copy(minilm / name, folder / "model" / name)
+    (folder / "text.txt").write_text(wikitext.fit[:80_000])
+    common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
+    done = run("profile", folder / "model", *common, "-o", folder / "run")
+    assert done.returncode == 0, done.stderr
+    assert "as one matrix, by estimate: " in done.stdout
+    return folder

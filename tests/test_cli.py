@@ -1,7 +1,6 @@
 """The command as a person meets it: separate processes, exit codes, one-line errors."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -11,53 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from command import COMMAND, run
 from howlinear import cli
 from howlinear.families import Block
 from howlinear.stores import Needs, needs
-
-COMMAND = [sys.executable, "-m", "howlinear"]
-
-
-def run(*args, env=None, **kwargs):
-    """The command in a process of its own."""
-    return subprocess.run(
-        [*COMMAND, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"COLUMNS": "80"} | (env or {}),
-        **kwargs,
-    )
-
-
-@pytest.fixture
-def here(monkeypatch, capsys):
-    """The command in this process: seconds sooner, for what needs no process of its own."""
-
-    def call(*args):
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["howlinear", *map(str, args)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return subprocess.CompletedProcess(args, stopped.value.code, out, err)
-
-    return call
-
-
-@pytest.fixture
-def complaint(here):
-    """What a mistake prints: one line on stderr after progress, nothing on stdout, exit code 2."""
-
-    def call(*args):
-        done = here(*args)
-        assert done.returncode == 2, done
-        assert done.stdout == ""
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("howlinear: ")
-        return last
-
-    return call
 
 
 def test_a_mistake_in_a_process_of_its_own(tmp_path):
@@ -66,13 +22,6 @@ def test_a_mistake_in_a_process_of_its_own(tmp_path):
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("howlinear: ./nowhere does not exist")
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def small_run(minilm, tmp_path_factory):
-    out = tmp_path_factory.mktemp("run") / "minilm"
-    args = ("profile", minilm, "--tokens", "6144", "--max_length", "256", "-o", out)
-    return args, out, run(*args)
 
 
 def test_profile_writes_a_run_and_prints_the_table(small_run):

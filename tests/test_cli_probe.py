@@ -5,11 +5,10 @@ import shutil
 
 import pytest
 
-from test_cli import complaint, here, run, small_run  # noqa: F401
-from test_cli_swap import little  # noqa: F401
+from command import run
 
 
-def test_probe_prints_tables_and_writes_a_file(little):  # noqa: F811
+def test_probe_prints_tables_and_writes_a_file(little):
     done = run(
         "probe", little / "run", "--blocks", "1,2", "--tokens", "300", "--seeds", "1", "--rank", "4"
     )
@@ -26,7 +25,7 @@ def test_probe_prints_tables_and_writes_a_file(little):  # noqa: F811
     assert not list((little / "run").glob(".*"))  # nothing half-written
 
 
-def test_json_is_one_document_and_fewer_rows_are_drawn(little, here):  # noqa: F811
+def test_json_is_one_document_and_fewer_rows_are_drawn(little, here):
     flags = ("--kind", "where,quantised", "--blocks", "1", "--rows", "1000", "--tokens", "0")
     done = here("probe", little / "run", *flags, "--json")
     assert done.returncode == 0, done.stderr
@@ -35,7 +34,7 @@ def test_json_is_one_document_and_fewer_rows_are_drawn(little, here):  # noqa: F
     assert "swap" not in data["blocks"][0]["linear"]
 
 
-def test_the_papers_solver(little, here):  # noqa: F811
+def test_the_papers_solver(little, here):
     flags = ("--kind", "bilinear", "--solver", "paper", "--blocks", "1", "--rank", "2")
     done = here("probe", little / "run", *flags, "--seeds", "1", "--tokens", "0", "--json")
     found = json.loads(done.stdout)["blocks"][0]["bilinear"]
@@ -44,7 +43,7 @@ def test_the_papers_solver(little, here):  # noqa: F811
     assert found["ranks"] is None
 
 
-def test_a_real_encoder(small_run, here, tmp_path):  # noqa: F811
+def test_a_real_encoder(small_run, here, tmp_path):
     _, out, _ = small_run
     shutil.copytree(out, tmp_path / "run")
     flags = ("--kind", "units,quantised,where", "--blocks", "2", "--rows", "6144")
@@ -69,6 +68,6 @@ def test_a_real_encoder(small_run, here, tmp_path):  # noqa: F811
         (["--rows", "0"], "rows"),
     ],
 )
-def test_mistakes_are_one_line(little, complaint, flags, message):  # noqa: F811
+def test_mistakes_are_one_line(little, complaint, flags, message):
     assert message in complaint("probe", little / "run", *flags)
     assert "profile.json does not exist" in complaint("probe", little / "nowhere")

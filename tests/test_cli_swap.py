@@ -4,27 +4,8 @@ import json
 import shutil
 
 import pytest
-import torch
 
-import tiny
-from test_cli import complaint, here, run, small_run  # noqa: F401
-
-
-@pytest.fixture(scope="module")
-def little(minilm, wikitext, tmp_path_factory):
-    """A folder with a tiny causal model, a text, and a run."""
-    folder = tmp_path_factory.mktemp("little")
-    torch.manual_seed(0)
-    tiny.model("llama", vocab_size=30522).save_pretrained(folder / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-        if (minilm / name).exists():
-            shutil.copy(minilm / name, folder / "model" / name)
-    (folder / "text.txt").write_text(wikitext.fit[:80_000])
-    common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
-    done = run("profile", folder / "model", *common, "-o", folder / "run")
-    assert done.returncode == 0, done.stderr
-    assert "as one matrix, by estimate: " in done.stdout
-    return folder
+from command import run
 
 
 @pytest.fixture
@@ -56,7 +37,7 @@ def test_swap_prints_a_table_and_writes_a_file(little):
 
 
 @pytest.mark.parametrize("protocol", ["stride-64-32", "gptq-128"])
-def test_json_is_one_document_under_any_protocol(little, here, protocol):  # noqa: F811
+def test_json_is_one_document_under_any_protocol(little, here, protocol):
     flags = ("--tokens", "300", "--units", "1", "--blocks", "1", "--protocol", protocol, "--json")
     done = here("swap", little / "run", *flags)
     assert done.returncode == 0, done.stderr
@@ -66,7 +47,7 @@ def test_json_is_one_document_under_any_protocol(little, here, protocol):  # noq
     assert len(data["blocks"][0]["units"]) == 1
 
 
-def test_weightings_read_the_fit_text_again(little, here):  # noqa: F811
+def test_weightings_read_the_fit_text_again(little, here):
     flags = ("--tokens", "200", "--units", "0", "--blocks", "1", "--protocol", "windows-32")
     seen = set()
     for weighting in ("none", "body", "stream", "output"):
@@ -76,7 +57,7 @@ def test_weightings_read_the_fit_text_again(little, here):  # noqa: F811
     assert len(seen) == 4
 
 
-def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path):  # noqa: F811
+def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path):
     _, out, _ = small_run
     shutil.copytree(out, tmp_path / "run")
     done = here("swap", tmp_path / "run", "--tokens", "500")
@@ -100,11 +81,11 @@ def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path
         (["--tokens", "0"], "tokens"),
     ],
 )
-def test_mistakes_are_one_line(little, complaint, flags, message):  # noqa: F811
+def test_mistakes_are_one_line(little, complaint, flags, message):
     assert message in complaint("swap", little / "run", *flags)
 
 
-def test_runs_that_do_not_fit_are_refused(little, copied, complaint):  # noqa: F811
+def test_runs_that_do_not_fit_are_refused(little, copied, complaint):
     assert "profile.json does not exist" in complaint("swap", copied.parent / "nowhere")
     path = copied / "profile.json"
     data = json.loads(path.read_text())
@@ -125,14 +106,14 @@ def test_runs_that_do_not_fit_are_refused(little, copied, complaint):  # noqa: F
     assert "block 0 has no weight" in changed(blocks=narrow)  # a map of the wrong width
 
 
-def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complaint):  # noqa: F811
+def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complaint):
     (tmp_path / "text.txt").write_text(wikitext.fit[:60_000] + 30_000 * "\n")
     common = ("--text-file", tmp_path / "text.txt", "--tokens", "8192", "--max-length", "64")
     assert here("profile", little / "model", *common, "-o", tmp_path / "run").returncode == 0
     assert "the held-out text is empty" in complaint("swap", tmp_path / "run")
 
 
-def test_windows_longer_than_the_positions_are_shortened(little, here):  # noqa: F811
+def test_windows_longer_than_the_positions_are_shortened(little, here):
     flags = ("--tokens", "300", "--units", "0", "--blocks", "1", "--protocol", "windows-4096")
     done = here("swap", little / "run", *flags, "--json")
     assert "all that the model has positions for" in done.stderr
