@@ -345,18 +345,7 @@ def probe(
         _inputs(net, ids, 8)
         for ids in probing.windows_of(text, tokenizer, length, budget, about["settings"], seed)
     )
-    counts = [probing.count(w) for w in (fit, choose, report)]
-    room = available_memory()
-    together, bytes_needed = probing.needs(
-        net, at, sum(counts), None if room is None else room // 2
-    )
-    if room is not None and bytes_needed > room:
-        raise ValueError(
-            f"rows need {bytes_needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: "
-            "lower --rows"
-        )
-    say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
-    say(f"{together} block{'s' * (together > 1)} at a time, {bytes_needed / 1e9:.1f} GB of memory")
+    memory = _room_for_rows(net, at, [probing.count(w) for w in (fit, choose, report)])
     cut = Cut.parse(f"windows-{_fitting(net, tokenizer, 128)}")
     predict = _held_out(text.report(), tokenizer, cut, tokens, bos)[0] if tokens else None
     healed = None
@@ -378,7 +367,7 @@ def probe(
             protocol=cut,
             heal_on=healed,
             decode=lambda token: tokenizer.decode([token]),
-            memory=None if room is None else room // 2,
+            memory=memory,
             keep_layers=False,
             about={
                 "model": about["model"],
@@ -575,6 +564,23 @@ def check_room(needs: Any, out: Path) -> None:
             f"the run needs {needs.disk / 1e9:.1f} GB of disk and {disk / 1e9:.1f} GB are free "
             f"in {folder}: {way_out}, or name another place with -o"
         )
+
+
+def _room_for_rows(net: Any, at: Any, counts: list[int]) -> int | None:
+    """Say what rows a probe reads and holds, refuse what memory cannot hold; bytes it may use."""
+    from howlinear import probing
+
+    room = available_memory()
+    memory = None if room is None else room // 2
+    together, needed = probing.needs(net, at, sum(counts), memory)
+    if room is not None and needed > room:
+        raise ValueError(
+            f"rows need {needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: "
+            "lower --rows"
+        )
+    say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
+    say(f"{together} block{'s' * (together > 1)} at a time, {needed / 1e9:.1f} GB of memory")
+    return memory
 
 
 def available_memory() -> int | None:
