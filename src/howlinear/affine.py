@@ -96,6 +96,44 @@ class Affine:
 
 
 @dataclass(frozen=True, eq=False)
+class Factored:
+    """y ~ B (A x) + b: an affine map of rank r in two factors. r = 0 is a constant."""
+
+    into: Tensor  # A (r, d_in)
+    out: Tensor  # B (d_out, r)
+    bias: Tensor  # (d_out,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        linear = torch.nn.functional.linear
+        return linear(linear(x, self.into.to(x)), self.out.to(x), self.bias.to(x))
+
+    @property
+    def rank(self) -> int:
+        return len(self.into)
+
+    @property
+    def d_in(self) -> int:
+        return self.into.shape[1]
+
+    @property
+    def d_out(self) -> int:
+        return len(self.out)
+
+    @property
+    def parameters(self) -> int:
+        return self.multiply_adds + self.bias.numel()
+
+    @property
+    def multiply_adds(self) -> int:
+        """A row's."""
+        return self.into.numel() + self.out.numel()
+
+    def to(self, like: Tensor) -> Factored:
+        """In the dtype and on the device of `like`, so that calls need not convert."""
+        return Factored(self.into.to(like), self.out.to(like), self.bias.to(like))
+
+
+@dataclass(frozen=True, eq=False)
 class UnitMap:
     """y ~ W x + b + D h_S: an affine map beside a few hidden units of the block, kept as they are.
 
@@ -103,7 +141,7 @@ class UnitMap:
     the regression as one more input, it leaves the matrix free to fit all other rows.
     """
 
-    affine: Affine
+    affine: Affine | Factored
     units: tuple[int, ...]  # S
     write: Tensor  # D (d_out, k)
     hidden: torch.nn.Module  # x (..., d_in) -> h_S (..., k)
