@@ -25,9 +25,9 @@ from howlinear.perplexity import (
     TokenScores,
     batches,
     compare,
-    evaluate,
     head_logits,
     reference,
+    text_loss,
 )
 
 # Families that do something to their logits, and much of it.
@@ -118,7 +118,7 @@ def test_every_token_is_counted_once(text, n):
 @pytest.mark.parametrize("name", [*CAUSAL, *SCALED])
 def test_windows_are_the_loss_of_hugging_face(name):
     model, ids = cached(name), tokens(6, 12)
-    loss = evaluate(model, ids, batch_size=4)
+    loss = text_loss(model, ids, batch_size=4)
     with torch.no_grad():
         want = float(model(input_ids=ids, labels=ids).loss)
     assert loss.nats == pytest.approx(want, rel=1e-5)
@@ -131,7 +131,7 @@ def test_labels_shifted_by_one_more_give_another_loss(llama):
     with torch.no_grad():
         logits = llama(ids).logits
     wrong = cross_entropy(logits[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
-    assert abs(evaluate(llama, ids).nats - float(wrong)) > 0.05
+    assert abs(text_loss(llama, ids).nats - float(wrong)) > 0.05
 
 
 def guide(model, ids, length, stride, less):
@@ -153,7 +153,7 @@ def guide(model, ids, length, stride, less):
 @pytest.mark.parametrize("stride", [4, 5, 15])
 def test_stride_is_the_loop_of_hugging_faces_guide(llama, n, stride):
     ids = tokens(n)
-    loss = evaluate(llama, ids, f"stride-16-{stride}", batch_size=3)
+    loss = text_loss(llama, ids, f"stride-16-{stride}", batch_size=3)
     want, count = guide(llama, ids, 16, stride, less=0)
     assert loss.tokens == count == n - 1
     assert loss.nats == pytest.approx(want, rel=1e-5)
@@ -170,17 +170,17 @@ def test_gptq_is_the_mean_over_full_windows(llama):
             logits = llama(window).logits
         want.append(cross_entropy(logits[0, :-1], window[0, 1:]).float() * 16)
     perplexity = float(torch.exp(torch.stack(want).sum() / (6 * 16)))
-    loss = evaluate(llama, ids, "gptq-16")
+    loss = text_loss(llama, ids, "gptq-16")
     assert loss.perplexity == pytest.approx(perplexity, rel=1e-5)
     assert (loss.tokens, len(loss.counts)) == (6 * 15, 6)
 
 
 def test_a_stream_and_its_windows_are_the_same_text(llama):
     ids, seen = tokens(8, 16), []
-    want = evaluate(llama, ids, "windows-16")
-    streamed = evaluate(llama, ids.flatten(), "windows-16", batch_size=3, progress=seen.append)
+    want = text_loss(llama, ids, "windows-16")
+    streamed = text_loss(llama, ids.flatten(), "windows-16", batch_size=3, progress=seen.append)
     assert (sum(seen), len(seen)) == (128, 3)
-    for loss in (streamed, evaluate(llama, ids.split(3), "windows-16")):
+    for loss in (streamed, text_loss(llama, ids.split(3), "windows-16")):
         torch.testing.assert_close(loss.sums, want.sums, rtol=1e-6, atol=0)
         assert loss.protocol == want.protocol == Protocol("windows-16", 16, 16)
 
@@ -188,55 +188,57 @@ def test_a_stream_and_its_windows_are_the_same_text(llama):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_is_not_counted(llama, side):
     batch = tiny.inputs("llama", side)
-    loss = evaluate(llama, [batch], "windows-7")
+    loss = text_loss(llama, [batch], "windows-7")
     assert loss.counts.tolist() == [tiny.SHORT - 1, tiny.LENGTH - 1]
     for window in range(2):
         ids = tiny.alone(batch, window)["input_ids"]
-        assert float(loss.sums[window]) == pytest.approx(float(evaluate(llama, ids).sums), rel=1e-5)
+        assert float(loss.sums[window]) == pytest.approx(
+            float(text_loss(llama, ids).sums), rel=1e-5
+        )
 
 
 def test_labels_that_hugging_face_ignores_are_not_counted(llama):
     ids = tokens(2, 12)
     labels = ids.clone()
     labels[:, :5] = -100
-    loss = evaluate(llama, [{"input_ids": ids, "labels": labels}], "windows-12")
+    loss = text_loss(llama, [{"input_ids": ids, "labels": labels}], "windows-12")
     with torch.no_grad():
         assert loss.nats == pytest.approx(float(llama(ids, labels=labels).loss), rel=1e-5)
 
 
 def test_small_chunks_change_nothing(llama, monkeypatch):
     ids = tokens(5, 12)
-    want, change = evaluate(llama, ids), compare(llama, noisy(llama), ids)
+    want, change = text_loss(llama, ids), compare(llama, noisy(llama), ids)
     monkeypatch.setattr(perplexity, "CHUNK", 7 * tiny.VOCABULARY)
     seen = []
     monkeypatch.setattr(
         perplexity, "head_logits", lambda m, s: (seen.append(s.shape[-2]), head_logits(m, s))[1]
     )
-    torch.testing.assert_close(evaluate(llama, ids).sums, want.sums, rtol=1e-6, atol=0)
+    torch.testing.assert_close(text_loss(llama, ids).sums, want.sums, rtol=1e-6, atol=0)
     again = compare(llama, noisy(llama), ids)
     torch.testing.assert_close(again.divergence, change.divergence, rtol=1e-4, atol=0)
     assert max(seen[1:]) <= 8  # the first is the check of two windows of 8
 
 
 def test_answers_carry_their_protocol_and_bytes(llama):
-    loss = evaluate(llama, tokens(100), "windows-16", n_bytes=321)
+    loss = text_loss(llama, tokens(100), "windows-16", n_bytes=321)
     assert f"({loss.protocol}, 90 tokens)" in str(loss)
     said = loss.to_dict()
     assert said["protocol"] == "windows-16"
     assert (said["tokens"], said["windows"]) == (90, 6)
     assert said["bits_per_byte"] == pytest.approx(90 * loss.nats / math.log(2) / 321)
-    assert evaluate(llama, tokens(100), "windows-16").bits_per_byte is None
-    assert math.isnan(evaluate(llama, tokens(1, 16)).nats_se)
+    assert text_loss(llama, tokens(100), "windows-16").bits_per_byte is None
+    assert math.isnan(text_loss(llama, tokens(1, 16)).nats_se)
     assert Loss(loss.protocol, loss.counts, loss.sums * 1000).perplexity == math.inf
 
 
 def test_dropout_is_off_meanwhile_and_on_again_afterwards():
     model = tiny.model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
     ids = tokens(4, 12)
-    want = evaluate(model, ids).nats
+    want = text_loss(model, ids).nats
     model.train()
     model.transformer.h[0].eval()
-    assert evaluate(model, ids).nats == want
+    assert text_loss(model, ids).nats == want
     assert model.training
     assert not model.transformer.h[0].mlp.training
 
@@ -263,7 +265,7 @@ def test_half_precision_is_scored_from_float32_logits():
     with torch.no_grad():
         logits = model(ids).logits.double()
     want = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert evaluate(model, ids).nats == pytest.approx(float(want), rel=2e-3)
+    assert text_loss(model, ids).nats == pytest.approx(float(want), rel=2e-3)
     with pytest.raises(ValueError, match="sees the tokens that follow"):
         Readout(tiny.model("bert").bfloat16())
 
@@ -290,7 +292,7 @@ def test_a_head_of_another_kind_runs_whole():
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     want = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert evaluate(model, ids).nats == pytest.approx(float(want), rel=1e-5)
+    assert text_loss(model, ids).nats == pytest.approx(float(want), rel=1e-5)
 
 
 def test_a_change_of_the_head_is_seen(llama):
@@ -305,7 +307,7 @@ def test_a_change_of_the_head_is_seen(llama):
     ids = tokens(4, 12)
     change = compare(llama, louder, ids)
     with louder():
-        want = evaluate(llama, ids).nats
+        want = text_loss(llama, ids).nats
     assert change.changed.nats == pytest.approx(want, rel=1e-6)
     assert abs(change.delta_nll) > 0.01
 
@@ -322,7 +324,7 @@ def test_comparison_is_what_full_logits_say(llama):
     assert change.delta_nll == pytest.approx(delta.mean(), rel=1e-4)
     assert change.kl == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(-1).mean(), rel=1e-4)
     assert change.top1 == pytest.approx((log_p.argmax(-1) == log_q.argmax(-1)).mean())
-    a, b = evaluate(llama, ids), evaluate(other, ids)
+    a, b = text_loss(llama, ids), text_loss(other, ids)
     assert change.delta_ppl == pytest.approx(b.perplexity - a.perplexity, rel=1e-4)
     assert 0 < change.top1 < 1
     backwards = compare(other, llama, ids)
@@ -345,9 +347,9 @@ def test_a_swap_inside_a_context(name):
     assert (same.kl, same.top1) == (0, 1)
     change = compare(model, lambda: swapped(model, {block: layer}), ids)
     with swapped(model, {block: layer}):
-        want = evaluate(model, ids).nats
+        want = text_loss(model, ids).nats
     assert change.changed.nats == pytest.approx(want, rel=1e-6)
-    assert change.original.nats == pytest.approx(evaluate(model, ids).nats, rel=1e-6)
+    assert change.original.nats == pytest.approx(text_loss(model, ids).nats, rel=1e-6)
     assert change.kl > 0.001
 
 
@@ -468,26 +470,26 @@ def test_empty_windows_are_no_evidence(heavy):
 )
 def test_tokens_that_cannot_be_scored_are_refused(llama, ids, protocol, said):
     with pytest.raises(ValueError, match=said) as error:
-        evaluate(llama, ids, protocol)
+        text_loss(llama, ids, protocol)
     assert "\n" not in str(error.value)
 
 
 def test_a_batch_has_at_least_one_window(llama):
     with pytest.raises(ValueError, match="--batch-size"):
-        evaluate(llama, tokens(2, 16), batch_size=0)
+        text_loss(llama, tokens(2, 16), batch_size=0)
 
 
 @pytest.mark.parametrize("name", [*MASKED, "t5", "whisper", "vit"])
 def test_models_without_a_next_token_loss_are_refused(name):
     said = "sees the tokens that follow" if name in MASKED else "no perplexity"
     with pytest.raises(ValueError, match=said):
-        evaluate(cached(name), tokens(2, 16))
+        text_loss(cached(name), tokens(2, 16))
 
 
 def test_models_without_a_head_are_refused(llama):
     for model in (llama.model, nn.Linear(3, 3)):
         with pytest.raises(ValueError, match="no language-model head"):
-            evaluate(model, tokens(2, 16))
+            text_loss(model, tokens(2, 16))
 
 
 def test_other_vocabularies_are_refused(llama):
@@ -499,7 +501,7 @@ def test_models_that_overflow_are_refused():
     model = tiny.model("llama")
     model.lm_head.weight.data[7] = torch.nan
     with pytest.raises(ValueError, match="not finite in window 0"):
-        evaluate(model, tokens(2, 16))
+        text_loss(model, tokens(2, 16))
 
 
 # -- real weights ---------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ _HOME = {
     "windows": "corpus",
     "profile": "profiling",
     "Profile": "profiling",
-    "evaluate": "perplexity",
+    "text_loss": "perplexity",
     "compare": "perplexity",
+    "evaluate": "evaluation",
     "swap_costs": "sweeps",
     "probe": "probing",
 }
@@ -50,16 +51,18 @@ __all__ = [
     "swap_costs",
     "swapped",
     "tap",
+    "text_loss",
     "windows",
 ]
 
 if TYPE_CHECKING:
     from howlinear.affine import Affine, fit, score
     from howlinear.corpus import windows
+    from howlinear.evaluation import evaluate
     from howlinear.families import blocks, swapped, tap
     from howlinear.models import load
     from howlinear.moments import TSQR, Moments
-    from howlinear.perplexity import compare, evaluate
+    from howlinear.perplexity import compare, text_loss
     from howlinear.probing import probe
     from howlinear.profiling import Profile, profile
     from howlinear.sweeps import swap_costs

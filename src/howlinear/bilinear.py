@@ -38,7 +38,7 @@ STARTS = 4
 START_LOOKS = 3
 BEGIN = 4096  # rows at least that a search begins on; an eighth if that is more
 DRIFT = 3.0  # times its first length, before a factor is put back to it
-PATIENCE = 3  # looks without gain before the search ends
+PATIENCE = 2  # looks without gain before the search at one ridge, and with it all, ends
 TOLERANCE = 0.01  # of what is explained: less in EVERY iterations, and the search has converged
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -123,20 +123,21 @@ def solve_products(
     best, best_gain, chosen_at = problem.layer(P), 0.0, 0
     best.write.data.zero_()  # nothing learnt yet
     best.bias.data.copy_(affine.bias)
-    curve, before, level, converged, steps = [(0, 0.0)], 0.0, 0.0, False, 0
-    while steps < ITERATIONS and steps - chosen_at < PATIENCE * EVERY:
+    curve, before, level, converged, steps, idle = [(0, 0.0)], 0.0, 0.0, False, 0, 0
+    while steps < ITERATIONS and idle < PATIENCE:
         search.advance()
         steps += EVERY
         layer = problem.layer(P)
         curve.append((steps, gain := judge.gain(layer)))
+        idle = 0 if gain > best_gain * (1 + TOLERANCE) else idle + 1
         if gain > best_gain:
             best, best_gain, chosen_at = layer, gain, steps
         converged = before - problem.value <= TOLERANCE * -problem.value
         before = problem.value
-        if converged and best_gain <= level * (1 + TOLERANCE / 5):
+        if converged and best_gain <= level * (1 + TOLERANCE):
             break  # the last ridge did as well
         if converged:
-            level, problem.ridge = best_gain, problem.ridge / 10
+            level, problem.ridge, idle = best_gain, problem.ridge / 10, 0
             problem.layer(P)
             before = problem.value
             search = _Search(problem, P)  # the old one remembers another curvature

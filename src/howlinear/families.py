@@ -197,7 +197,7 @@ def as_module(model: nn.Module, block: Block) -> nn.Module:
 
 def _from_table(model: nn.Module) -> list[Block]:
     config, modules = _text_part(model)
-    family = getattr(config, "model_type", "")
+    family = _family(config)
     found: list[Block] = []
     for row in FAMILIES.get(family, ()):
         if row.when and getattr(config, row.when[0]) != row.when[1]:
@@ -247,13 +247,18 @@ def _text_part(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Module]]]:
     """The config and the named modules of the text stack, which composite models hold inside."""
     config: Any = getattr(model, "config", None)
     modules = list(model.named_modules())
-    if not hasattr(config, "get_text_config") or config.model_type in FAMILIES:
+    if not hasattr(config, "get_text_config") or _family(config) in FAMILIES:
         return config, modules
     text = config if config.is_encoder_decoder else config.get_text_config()
     for prefix, module in modules if text is not config else ():
         if getattr(getattr(module, "config", None), "model_type", None) == text.model_type:
             return text, [(p, m) for p, m in modules if f"{p}.".startswith(f"{prefix}.")]
     return config, modules
+
+
+def _family(config: Any) -> str:
+    """The key in FAMILIES; a compressed model is of the family that it was made from."""
+    return str(getattr(config, "model_type", "")).removeprefix("howlinear_")
 
 
 def _block(
@@ -312,7 +317,7 @@ def _look(layer: nn.Module) -> Family | None:
     for pair in PAIRS:
         first, last = (_find(layer, name) for name in pair)
         inner = (projection_shape(first) or (0, -1))[1], (projection_shape(last) or (-2, 0))[0]
-        if isinstance(first, _StandIn) or inner[0] == inner[1]:
+        if isinstance(first, _StandIn) or _is_linear(first) or inner[0] == inner[1]:
             act = next((a for a in ACTIVATIONS if hasattr(layer, a)), ACTIVATIONS[0])
             return Family("", "+".join(pair), (pair[0], act, pair[1]), copies=True)
     return replace(SPLIT, copies=True) if all(_find(layer, s) for s in SPLIT.steps) else None
@@ -327,6 +332,11 @@ def _is_network(module: nn.Module) -> bool:
         and len(required) <= 1
         and any(True for _ in module.parameters())
     )
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    """Replaced for good, by a LinearMLP: still a block, now without hidden units of its own."""
+    return hasattr(module, "linear_mlp")
 
 
 def projection_shape(module: Any) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """Language-model loss under a stated protocol, and what a change to the model does to it.
 
-    loss = evaluate(model, ids, "windows-128")         # ids: one stream (n,), or windows (n, length)
+    loss = text_loss(model, ids, "windows-128")        # ids: one stream (n,), or windows (n, length)
     print(loss)                                        # perplexity ± standard error, and the protocol
     change = compare(model, lambda: swapped(model, {block: layer}), ids, "windows-128")
     change.delta_nll, change.delta_nll_se, change.kl, change.top1
@@ -23,7 +23,7 @@ states (n, d), and what follows it (head, scaling, soft cap) runs on a chunk of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -506,7 +506,7 @@ class Comparison:
 # -- the two questions ----------------------------------------------------------------------------
 
 
-def evaluate(
+def text_loss(
     model: nn.Module,
     ids: Batches,
     protocol: Protocol | str | None = None,
@@ -539,12 +539,30 @@ def compare(
     """What a change costs: `changed` is another model with the same vocabulary, or a function that
     makes a context in which `model` is changed, such as `lambda: swapped(model, {block: layer})`.
     """
-    how, scores = protocol_of(ids, protocol), TokenScores()
-    other = Readout(changed) if isinstance(changed, nn.Module) else Readout(model, changed)
-    pairs = _scored([Readout(model), other], ids, how, batch_size, progress)
-    for (logits, logits_changed), targets, window in pairs:
-        scores.update(reference(logits, targets, window), logits_changed)
-    return scores.comparison(how)
+    return compare_all(
+        model, [changed], ids, protocol, batch_size=batch_size, progress=progress
+    )[0]
+
+
+def compare_all(
+    model: nn.Module,
+    changes: Sequence[nn.Module | Context],
+    ids: Batches,
+    protocol: Protocol | str | None = None,
+    *,
+    batch_size: int = 8,
+    progress: Callable[[int], None] | None = None,
+) -> list[Comparison]:
+    """Several changes beside the one original: see `compare`."""
+    how = protocol_of(ids, protocol)
+    others = [Readout(c) if isinstance(c, nn.Module) else Readout(model, c) for c in changes]
+    scores = [TokenScores() for _ in others]
+    every = _scored([Readout(model), *others], ids, how, batch_size, progress)
+    for (logits, *logits_changed), targets, window in every:
+        original = reference(logits, targets, window)
+        for score, own in zip(scores, logits_changed, strict=True):
+            score.update(original, own)
+    return [score.comparison(how) for score in scores]
 
 
 def _scored(

@@ -156,6 +156,30 @@ class BlockProbe(_Record):
     healing: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class BlockPlan(_Record):
+    """What becomes of one block. Fields are in docs/fields.md."""
+
+    index: int
+    path: str
+    rank: int | None  # of the matrix; null: full, 0: no matrix
+    units: int  # hidden units kept
+
+
+@dataclass(frozen=True)
+class BlockCompression(_Record):
+    """What became of one block. Fields are in docs/fields.md."""
+
+    index: int
+    path: str
+    replaced: int
+    rank: int | None
+    units: list[int]
+    parameters: int
+    parameters_left: int
+    kl_alone: float | None
+
+
 KINDS = (
     "broadly linear",
     "outlier-concentrated",

@@ -351,3 +351,42 @@ PROBE_ROWS: dict[str, Callable[[BlockProbe, dict[str, Any]], Cells]] = {
     "quantised": _quantised_rows,
     "healing": _healing_rows,
 }
+
+
+def show_bench(console: Console, data: dict[str, Any]) -> None:
+    """The table that `howlinear bench` prints: a model, and the one beside it."""
+    s, roles = data["settings"], ("model", "against")[: len(data["speeds"])]
+    for role in roles:
+        if role in data:
+            console.print(plain(f"{role}: {data[role]['id']}", console.width))
+    threads = f"{s['threads']} thread{'s' * (s['threads'] > 1)}"
+    console.print(
+        f"{s['batch']} x {s['length']} tokens of prefill, {s['new_tokens']} decoded after "
+        f"{s['prompt']}, {s['repeats']} times; {s['dtype']}, {s['device']}, {threads}"
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("", "params", "memory", "on disk", "prefill tokens/s", "decode tokens/s"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for role, speed in zip(roles, data["speeds"], strict=True):
+        disk = speed["bytes_on_disk"]
+        table.add_row(
+            role,
+            f"{speed['parameters'] / 1e6:.1f}M",
+            f"{speed['bytes'] / 1e6:.0f} MB",
+            "-" if disk is None else f"{disk / 1e6:.0f} MB",
+            *(_rate(speed[phase]) for phase in ("prefill", "decode")),
+        )
+    console.print(table)
+    compared = data["comparison"]
+    if compared is not None:
+        console.print(plain(compared["verdict"]))
+    if compared is not None and compared["saved_share"] is not None:
+        console.print(f"share of the promised saving of time: {compared['saved_share']:.2f}")
+
+
+def _rate(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return "-"
+    digits = 1 if spread["median"] < 100 else 0
+    low, middle, high = (f"{spread[k]:.{digits}f}" for k in ("q25", "median", "q75"))
+    return f"{middle} ({low}-{high})"

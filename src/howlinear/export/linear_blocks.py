@@ -16,7 +16,9 @@ class LinearMLP(nn.Module):
         if rank is None:
             self.linear_mlp = nn.Linear(d_in, d_out)
         elif rank:
-            self.linear_mlp = nn.Sequential(nn.Linear(d_in, rank, bias=False), nn.Linear(rank, d_out))
+            self.linear_mlp = nn.Sequential(
+                nn.Linear(d_in, rank, bias=False), nn.Linear(rank, d_out)
+            )
         else:
             self.linear_mlp = Constant(d_out)
         self.units = units

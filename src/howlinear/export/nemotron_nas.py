@@ -1,0 +1,268 @@
+"""Llama-likes as `nemotron-nas` checkpoints, whose readers know a block that is one matrix.
+
+    notes = save(model, {block: affine}, folder)   # config.json, weights, the config's class
+    read_back(folder)                              # a Llama built from that folder alone
+
+The format describes each layer (`block_configs`): a replaced block has `replace_with_linear` and
+the tensor `model.layers.N.mlp.linear_mlp.weight`, d x d and without bias, so only maps that were
+fitted without an intercept can be written. Any other block states its width m as a multiple,
+`ffn_mult`, that readers turn back into int(2 ffn_mult d / 3), rounded up to 256: m itself must be a
+multiple of 256. Heads are d / number of heads wide, and rotary settings are kept under their old
+names, `rope_theta` and `rope_scaling`. Attention and activation must be Llama's.
+
+Readers of linear blocks: TensorRT-LLM, which takes the config's class from the folder
+(`--trust_remote_code`); mlx-lm, once the tensor is called `mlp.linear.weight`. vLLM and llama.cpp
+know the format, not its linear blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.affine import Affine, Factored, UnitMap
+from howlinear.families import Block, blocks
+
+Map = Affine | Factored | UnitMap
+
+MULTIPLE = 256  # what readers round a width up to
+INSTEAD = "use --export hf"
+KEPT = (  # settings of a Llama that mean the same in both formats
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "pad_token_id",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "use_cache",
+    "vocab_size",
+)
+
+# Engines read settings of a layer as attributes (`.ffn.no_op`), transformers wants to write JSON.
+CONFIGURATION = '''"""The config of a nemotron-nas checkpoint: one entry of block_configs per layer."""
+
+from transformers import PretrainedConfig
+
+
+class Settings(dict):
+    """A dict whose values are attributes too."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class DeciLMConfig(PretrainedConfig):
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs=(), max_position_embeddings=2048, **settings):
+        self.block_configs = [
+            Settings({part: Settings(values) for part, values in layer.items()})
+            for layer in block_configs
+        ]
+        self.max_position_embeddings = max_position_embeddings  # scaled rotations ask for it
+        super().__init__(**settings)
+'''
+
+
+def save(model: nn.Module, maps: Mapping[Block, Map], folder: str | Path) -> list[str]:
+    """Write the checkpoint into a folder, which may hold other files, and say what reads it.
+
+    The tokenizer is the caller's.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    config, tensors = checkpoint(model, maps)  # every refusal comes from here
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(tensors, folder)
+    (folder / "configuration_decilm.py").write_text(CONFIGURATION)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    return [
+        f"{len(maps)} of {config['num_hidden_layers']} blocks are linear: for TensorRT-LLM as it is, "
+        "for mlx-lm with mlp.linear_mlp renamed mlp.linear; vLLM and llama.cpp cannot run them"
+    ]
+
+
+def checkpoint(
+    model: nn.Module, maps: Mapping[Block, Map]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors, nothing written yet."""
+    config: Any = model.config
+    _check_family(config)
+    known = blocks(model)
+    for block, fitted in maps.items():
+        if block not in known:
+            raise ValueError(f"{_name(block)} is no block of this {config.model_type}")
+        _check_map(block, fitted)
+    described = {name: getattr(config, name) for name in KEPT} | {
+        "model_type": "nemotron-nas",
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "intermediate_size": None,  # these two are in block_configs
+        "num_key_value_heads": None,
+        "block_configs": [_block_config(config, block, maps) for block in known],
+    }
+    return described | _rotary(config), _tensors(model, config.tie_word_embeddings, maps)
+
+
+def ffn_mult(width: int, d: int) -> float:
+    """The multiple of 2 d / 3 that all readers turn into this width; some keep six decimals."""
+    multiple = round(3 * width / (2 * d), 6)
+    if (got := width_of(multiple, d)) != width:
+        raise ValueError(
+            f"a block of {width} hidden units cannot be written as nemotron-nas: readers round up "
+            f"to a multiple of {MULTIPLE} and would make it {got}; {INSTEAD}"
+        )
+    return multiple
+
+
+def width_of(multiple: float, d: int) -> int:
+    """What readers of the format make of `ffn_mult`."""
+    return -(-int(2 * multiple * d / 3) // MULTIPLE) * MULTIPLE
+
+
+def _check_family(config: Any) -> None:
+    """Is this a Llama in all that the format does not say?"""
+    kind, d, heads = config.model_type, config.hidden_size, config.num_attention_heads
+    wrong = {
+        "it is no llama and no mistral": kind not in ("llama", "mistral"),
+        "its attention has a sliding window": getattr(config, "sliding_window", None) is not None,
+        "it rotates a part of each head only": (
+            config.rope_parameters.get("partial_rotary_factor", 1) != 1
+        ),
+        "its attention has biases": getattr(config, "attention_bias", False),
+        "its feed-forward blocks have biases": getattr(config, "mlp_bias", False),
+        f"its activation is {config.hidden_act}, not silu": config.hidden_act != "silu",
+        f"its {heads} heads are not {d} / {heads} wide": (
+            (getattr(config, "head_dim", None) or d // heads) * heads != d
+        ),
+    }
+    for reason, holds in wrong.items():
+        if holds:
+            raise ValueError(f"{kind} cannot be written as nemotron-nas: {reason}; {INSTEAD}")
+
+
+def _check_map(block: Block, fitted: Map) -> None:
+    has = {
+        "hidden units beside it": isinstance(fitted, UnitMap),
+        "two factors": isinstance(fitted, Factored),
+        "a bias": isinstance(fitted, Affine) and bool(fitted.bias.any()),
+    }
+    for what, holds in has.items():
+        if holds:
+            raise ValueError(
+                f"{_name(block)}: a linear block of nemotron-nas is one matrix, and this map has "
+                f"{what}; fit whole matrices without intercept, or {INSTEAD}"
+            )
+
+
+def _block_config(config: Any, block: Block, maps: Mapping[Block, Map]) -> dict[str, Any]:
+    linear = block in maps
+    attention = {
+        "no_op": False,
+        "replace_with_linear": False,
+        "sparsify": None,
+        "n_heads_in_group": config.num_attention_heads // config.num_key_value_heads,
+        "window_length": None,
+        "num_sink_tokens": None,
+        "use_prefill_window_in_sink_attention": False,
+        "unshifted_sink": False,
+    }
+    ffn = {
+        "no_op": False,
+        "replace_with_linear": linear,
+        "sparsify": None,
+        "ffn_mult": None if linear else ffn_mult(config.intermediate_size, config.hidden_size),
+    }
+    return {"attention": attention, "ffn": ffn}
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    """Under the names of old: readers of this format look for no others."""
+    settings = dict(config.rope_parameters)
+    theta = settings.pop("rope_theta")
+    plain = settings.get("rope_type") == "default"
+    return {"rope_theta": theta, "rope_scaling": None if plain else settings}
+
+
+def _tensors(model: nn.Module, tied: bool, maps: Mapping[Block, Map]) -> dict[str, Tensor]:
+    gone = tuple(f"{block.entry}." for block in maps)
+    state = {n: t for n, t in model.state_dict().items() if not n.startswith(gone)}
+    if tied:
+        del state["lm_head.weight"]
+    like = next(model.parameters())
+    for block, fitted in maps.items():
+        assert isinstance(fitted, Affine)
+        state[f"{block.entry}.linear_mlp.weight"] = fitted.weight.to(like).contiguous()
+    return state
+
+
+# ------------------------------------------------------------------------------ reading it back
+
+
+def read_back(folder: str | Path) -> nn.Module:
+    """A stock Llama built from nothing but the folder, as an engine would: to verify an export."""
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    said = json.loads((Path(folder) / "config.json").read_text())
+    d, heads, layers = said["hidden_size"], said["num_attention_heads"], said["block_configs"]
+    (group,) = {layer["attention"]["n_heads_in_group"] for layer in layers}
+    settings = {name: said[name] for name in (*KEPT, "rope_theta", "rope_scaling", "dtype")}
+    config = LlamaConfig(**settings, num_key_value_heads=heads // group, intermediate_size=1)
+    model = LlamaForCausalLM(config)
+    for place, layer in zip(model.model.layers, layers, strict=True):
+        place.mlp = _feed_forward(config, layer["ffn"], d)
+    state: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob("model*.safetensors")):
+        state |= load_file(file)
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    loaded: nn.Module = model.to(getattr(torch, said["dtype"])).eval()
+    loaded.load_state_dict(state, strict=True)
+    return loaded
+
+
+def _feed_forward(config: Any, ffn: Mapping[str, Any], d: int) -> nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    if ffn["replace_with_linear"]:
+        return _LinearMLP(d)
+    config = copy.copy(config)
+    config.intermediate_size = width_of(ffn["ffn_mult"], d)
+    return LlamaMLP(config)
+
+
+class _LinearMLP(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.linear_mlp = nn.Linear(d, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear_mlp(x)
+        return y
+
+
+def _name(block: Block) -> str:
+    return f"block {block.index} ({block.path})"

@@ -1,0 +1,87 @@
+"""Budgets and what they buy: the path is the greedy knapsack, checked against trying everything."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from howlinear import plan
+from howlinear.plan import Option, after, descent, hull, saving, within
+
+
+def option(index, saved, cost):
+    return Option(index, None, 0, saved, cost)
+
+
+def totals(chosen):
+    return sum(o.saved for o in chosen.values()), sum(o.cost for o in chosen.values())
+
+
+def test_the_hull_leaves_out_what_another_option_beats():
+    good = [option(0, 10, 1.0), option(0, 20, 3.0), option(0, 30, 9.0)]
+    dearer = option(0, 15, 2.5)  # above the line from 10 to 20
+    worse = option(0, 20, 4.0)
+    assert hull([dearer, *good, worse]) == good
+
+
+def test_steps_come_in_order_of_what_a_parameter_costs():
+    path = descent([option(0, 10, 1.0), option(0, 20, 9.0), option(1, 10, 2.0)])
+    assert [(s.option.index, s.option.saved) for s in path] == [(0, 10), (1, 10), (0, 20)]
+    assert totals(after(path, 2)) == (20, 3.0)
+    assert within(path, 3.0) == 2
+    assert within(path, 2.9) == 1
+    assert within(path, 0.5) == 0
+    assert saving(path, 10) == 1
+    assert saving(path, 11) == 2
+    assert saving(path, 999) == 3
+
+
+costs = st.floats(0, 1, allow_nan=False)
+tables = st.lists(st.lists(st.tuples(st.integers(1, 50), costs), max_size=4), min_size=1, max_size=4)
+
+
+@given(tables)
+def test_no_choice_saves_as_much_for_less(table):
+    options = [option(i, s, c) for i, own in enumerate(table) for s, c in own]
+    path = descent(options)
+    ways = [[None, *(o for o in options if o.index == i)] for i in range(len(table))]
+    every = [totals({o.index: o for o in way if o}) for way in product(*ways)]
+    for steps in range(len(path) + 1):
+        saved, cost = totals(after(path, steps))
+        cheapest = min(c for s, c in every if s >= saved)
+        assert cost <= cheapest + 1e-9
+
+
+@given(tables)
+def test_a_blocks_own_steps_come_in_order(table):
+    path = descent(option(i, s, c) for i, own in enumerate(table) for s, c in own)
+    for i in range(len(table)):
+        own = [s.option.saved for s in path if s.option.index == i]
+        assert own == sorted(own)
+    assert all(s.saved > 0 for s in path)
+
+
+def test_a_plan_survives_its_file():
+    chosen = [plan.BlockPlan(5, "layers.5.mlp", None, 3), plan.BlockPlan(2, "layers.2.mlp", 0, 9)]
+    data = plan.to_dict(chosen, {"model": {"id": "x"}})
+    assert data["kind"] == "plan"
+    assert plan.from_dict(data) == sorted(chosen, key=lambda b: b.index)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "told"),
+    [
+        ([], "no blocks"),
+        ("5", "no blocks"),
+        ([5], "one object a block"),
+        ([{"index": 5, "path": "a", "rank": None}], "lacks units"),
+        ([{"index": 5, "path": "a", "rank": -1, "units": 0}], "negative"),
+        ([{"index": 5, "path": "a", "rank": "all", "units": 0}], "rank"),
+        ([{"index": 5, "path": "a", "rank": None, "units": 0}] * 2, "block 5 twice"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused_in_one_line(blocks, told):
+    with pytest.raises(ValueError, match=told) as error:
+        plan.from_dict({"blocks": blocks})
+    assert "\n" not in str(error.value)
