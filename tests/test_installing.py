@@ -51,7 +51,9 @@ def test_installed_maps_compute_what_swapped_ones_do(name):
         sum(p.numel() for p in tiny_block(name, b)) - m.parameters for b, m in maps.items()
     )
     assert before - after == spared
-    names = {n.rpartition("linear_mlp.")[2] for n, _ in model.named_parameters() if "linear_mlp" in n}
+    names = {
+        n.rpartition("linear_mlp.")[2] for n, _ in model.named_parameters() if "linear_mlp" in n
+    }
     assert {"weight", "bias"} <= names
     assert len(backbone(model).config.linear_blocks) == len(maps)
 

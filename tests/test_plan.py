@@ -38,7 +38,9 @@ def test_steps_come_in_order_of_what_a_parameter_costs():
 
 
 costs = st.floats(0, 1, allow_nan=False)
-tables = st.lists(st.lists(st.tuples(st.integers(1, 50), costs), max_size=4), min_size=1, max_size=4)
+tables = st.lists(
+    st.lists(st.tuples(st.integers(1, 50), costs), max_size=4), min_size=1, max_size=4
+)
 
 
 @given(tables)

@@ -61,6 +61,12 @@ class Search(StrEnum):
     paper = "paper"
 
 
+class Export(StrEnum):
+    hf = "hf"
+    narrow = "narrow"
+    nemotron_nas = "nemotron-nas"
+
+
 # -- flags that several commands take
 
 RunFolder = Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")]
@@ -380,6 +386,176 @@ def probe(
     _show(result, "show_probes", run / "probe.json", as_json)
 
 
+@app.command()
+def compress(
+    run: RunFolder,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the smaller model.")
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None, typer.Option(help="How much perplexity may rise; 5% by default.")
+    ] = None,
+    remove_params: Annotated[
+        str | None, typer.Option(help="How many of the feed-forward parameters go: 20%.")
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(help="Blocks to replace, without planning: 3,5,9-12 or a regex.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan.json to follow, perhaps edited by hand.")
+    ] = None,
+    rank: Annotated[
+        str, typer.Option(help="Rank of the matrices: auto, full, 0 for none, or a number.")
+    ] = "auto",
+    keep_units: Annotated[
+        str, typer.Option(help="Hidden units kept in each replaced block: auto or a number.")
+    ] = "auto",
+    export: Annotated[
+        Export, typer.Option(help="narrow and nemotron-nas: for engines without remote code.")
+    ] = Export.hf,
+    add_biases: Annotated[
+        bool, typer.Option("--add-biases", help="narrow: switch on a family's biases for it.")
+    ] = False,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens to choose by, and as many others to report on.", min=256)
+    ] = 4096,
+    curve: Annotated[
+        str | None, typer.Option(help="Measure these sizes too, ours and baselines: 5%,10%,20%.")
+    ] = None,
+    baselines: Annotated[bool, typer.Option(help="Measure simpler ways to remove as much.")] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write plan.json and compress.json, no model.")
+    ] = False,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replace blocks under a budget and write a smaller model that loads."""
+    asked, about = _asked(run)
+    budget = _budget(max_ppl_increase, remove_params, blocks, plan)
+    if out is None and not dry_run:
+        raise ValueError("where to? Name a folder with -o, or pass --dry-run")
+
+    from howlinear import corpus, exporting
+    from howlinear import plan as plans
+    from howlinear.compress import compress_model
+    from howlinear.perplexity import Protocol as Cut
+    from howlinear.records import read_json, write_json
+
+    chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
+    if out is not None:
+        exporting.check_free(out)
+    text = _run_text(run, asked, about)
+    net, tokenizer = _run_model(run, asked, about, device, trust_remote_code, allow_pickle)
+    if not dry_run:
+        exporting.check(net, export.value)
+    settings = about["settings"]
+    bos, window, budgeted = settings.get("bos", "auto"), settings["window"], settings["tokens"]
+    fit = corpus.windows(text.fit, tokenizer, window, tokens=budgeted, bos=bos)
+    cut = Cut.parse(f"windows-{_fitting(net, tokenizer, 128)}")
+    choose, report = (
+        _held_out(part, tokenizer, cut, tokens, bos)[0] for part in (text.choose(), text.report())
+    )
+    plain = export is Export.nemotron_nas  # which has no place for biases, factors and units
+    with progress_bars() as begin:
+        result = compress_model(
+            net,
+            run,
+            budget,
+            fit=fit,
+            choose=choose,
+            report=report,
+            plan=chosen,
+            at=blocks,
+            rank="full" if plain else _number_or(rank, "--rank", "auto", "full"),
+            units=0 if plain else _number_or(keep_units, "--keep-units", "auto"),
+            intercept=not plain,
+            protocol=cut,
+            curve=[_share(part, "--curve") for part in curve.split(",")] if curve else (),
+            baselines=baselines,
+            progress=begin,
+        )
+    result.about.update(
+        model=about["model"],
+        corpus={"name": text.name, **dict(zip(PARTS, text.parts, strict=True))},
+        command=shlex.join(["howlinear", *sys.argv[1:]]),
+        versions=_versions(),
+    )
+    if out is not None and not dry_run:
+        say(f"writing {out}")
+        exporting.write_export(
+            net, tokenizer, result, out, export.value, asked["model"], report, add_biases
+        )
+    write_json(run / "plan.json", result.plan_dict())
+    write_json(run / "compress.json", result.to_dict())
+    _show(result, "show_compression", run / "compress.json" if out is None else out, as_json)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A hub id, a folder or a .gguf file; the built-in model if left out."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="A model to take turns with; built-in: the built-in one.")
+    ] = None,
+    max_length: Annotated[int, typer.Option(help="Tokens of prefill.", min=1)] = 512,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.", min=1)] = 32,
+    repeats: Annotated[int, typer.Option(help="How often each is timed.", min=1)] = 5,
+    batch_size: BatchSize = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    device: Device = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill and decode tokens a second, and sizes."""
+    from howlinear import models, records, speed
+
+    def loaded(name: str | None) -> tuple[Any, Any]:
+        say(f"loading {name or 'the built-in model'}")
+        return models.load(
+            name,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+        )
+
+    net, tokenizer = loaded(model)
+    how: dict[str, Any] = {
+        "length": _fitting(net, tokenizer, max_length),
+        "batch": batch_size,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "seed": seed,
+    }
+    result: Any
+    if against is None:
+        result = speed.measure(net, folder=model, **how)
+    else:
+        name = None if against == "built-in" else against
+        other, _ = loaded(name)
+        result = speed.compare_speeds(net, other, folders=(model, name), **how)
+        result.about["against"] = models.describe(other, name)
+    result.about.update(
+        model=models.describe(net, model),
+        command=shlex.join(["howlinear", *sys.argv[1:]]),
+        versions=_versions(),
+    )
+    if as_json:
+        print(records.dumps(result.to_dict()))
+        return
+    from rich.console import Console
+
+    from howlinear import terminal
+
+    terminal.show_bench(Console(highlight=False), result.to_dict())
+
+
 # -- what the commands need ----------------------------------------------------------------------
 
 
@@ -487,6 +663,46 @@ def _held_out(text: str, tokenizer: Any, cut: Any, tokens: int, bos: str) -> tup
         ids = corpus.windows(text, tokenizer, cut.length, tokens=count * cut.length, bos=bos)
         predicted = list(ids[:, 1:])
     return ids, sum(len(tokenizer.decode(part).encode()) for part in predicted)
+
+
+def _budget(
+    max_ppl_increase: str | None, remove_params: str | None, blocks: str | None, plan: Path | None
+) -> Any:
+    """One of the four ways to say how much to replace; 5 % perplexity if nobody does."""
+    given = {
+        "--max-ppl-increase": max_ppl_increase,
+        "--remove-params": remove_params,
+        "--blocks": blocks,
+        "--plan": plan,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} ask for different things: give one of them")
+    from howlinear.compress import Budget
+
+    if remove_params is not None:
+        return Budget(parameters=_share(remove_params, "--remove-params"))
+    return Budget(perplexity=_share(max_ppl_increase or "5%", "--max-ppl-increase"))
+
+
+def _share(text: str, flag: str) -> float:
+    """5%, 5 % or 0.05."""
+    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 10:
+        raise ValueError(f"{flag} {text!r} is not a share: write 5% or 0.05")
+    return value
+
+
+def _number_or(text: str, flag: str, *words: str) -> int | str:
+    if text in words:
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"{flag} {text!r} is neither {', '.join(words)} nor a number")
+    return int(text)
 
 
 def _slug(model: str | None) -> str:

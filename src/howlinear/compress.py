@@ -12,43 +12,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from howlinear.affine import Factored, UnitMap
 from howlinear.families import Block, as_module, swapped
-from howlinear.perplexity import Batches, Comparison, Loss, Protocol, Readout, compare_all, protocol_of
-from howlinear.plan import Option, Step, after, descent, saving, within
+from howlinear.joint import GROUP
+from howlinear.perplexity import (
+    Batches,
+    Comparison,
+    Protocol,
+    Readout,
+    compare_all,
+    protocol_of,
+)
+from howlinear.plan import Option, Step, after, descent, expected, saving, within
+from howlinear.plan import to_dict as plan_file
 from howlinear.profiling import Profile
 from howlinear.records import SCHEMA, BlockCompression, BlockPlan
 from howlinear.refitting import TARGETS, Map, Shape, Workshop
-from howlinear.sweeps import Replacement, sweep
 from howlinear.swap import match
-from howlinear.units import taken
+from howlinear.sweeps import Replacement, Variant, sweep
+from howlinear.units import hidden_count, taken
 
-# Ways to replace a block, as (rank of the matrix, share of the hidden units kept).
-WAYS: tuple[tuple[int | None, float], ...] = (
-    (None, 0.0),
-    (None, 0.125),
-    (None, 0.375),
-    (0, 0.4),
-    (0, 0.6),
-    (0, 0.75),
-    (0, 0.875),
-)
+# Ways to replace a block whose cost is measured, as (rank of the matrix, share of the hidden units
+# kept). What others cost is told from what they leave unexplained.
+MEASURED: tuple[tuple[int | None, float], ...] = ((None, 0.0), (0, 0.5), (0, 0.75))
+RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
+BESIDE = (0.0, 0.25, 0.5)
+OPTION_TOKENS = 1024  # that an option's cost is measured on
 SINKS = 4  # hidden units beside a matrix that is asked for by name: attention sinks need few
 ROUNDS = 4  # of refitting in search of the budget
 CLOSE = 0.97  # of the budget: near enough
-METHODS = {
-    "ours": "refitted along the plan",
-    "swap": "one matrix each, by swap cost, not refitted",
-    "r2": "one matrix each, by R2, not refitted",
-    "zero": "blocks removed, by the cost of removing them",
-}
+BASELINES = ("swap", "r2", "zero")  # ranked by swap cost, by R2; removed outright
 
 Progress = Callable[[str, int], Callable[[int], None]]
 
@@ -91,6 +91,11 @@ class Compression:
     settings: dict[str, Any]
     notes: list[str]
     about: dict[str, Any] = field(default_factory=dict)
+    exported: dict[str, Any] = field(default_factory=dict)  # what was written, if anything
+
+    def plan_dict(self) -> dict[str, Any]:
+        """`plan.json`: what became of the replaced blocks, for `--plan`."""
+        return plan_file(self.plan, self.about)
 
     def to_dict(self) -> dict[str, Any]:
         """`compress.json`, field by field."""
@@ -104,6 +109,7 @@ class Compression:
             "removed": self.removed,
             "target": self.target,
             "change": None if self.change is None else self.change.to_dict(),
+            "exported": self.exported or None,
             "curve": [_point(p, self.feed_forward) for p in self.curve],
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
@@ -111,9 +117,7 @@ class Compression:
 
     @property
     def plan(self) -> list[BlockPlan]:
-        return [
-            BlockPlan(b.index, b.path, b.rank, len(b.units)) for b in self.blocks if b.replaced
-        ]
+        return [BlockPlan(b.index, b.path, b.rank, len(b.units)) for b in self.blocks if b.replaced]
 
 
 def _point(point: Point, feed_forward: int) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def compress_model(
     protocol: Protocol | str | None = None,
     curve: Sequence[float] = (),
     baselines: bool = True,
-    bias: bool = True,
+    intercept: bool = True,
     progress: Progress | None = None,
 ) -> Compression:
     """Choose what becomes of each block of a run, fit it, and measure it; the model stays as it is.
@@ -158,9 +162,11 @@ def compress_model(
     With a `plan` or with blocks named (`at`) nothing is searched for. `curve` asks for shares of the
     feed-forward parameters at which ours and the baselines are measured too.
     """
+    budget = budget or Budget(perplexity=0.05)
     run = Profile.load(folder)
     every = match(model, run, None)
-    work = _Work(model, run, [b for b, _ in every], fit, choose, report, protocol, progress)
+    shop = Workshop(model, [b for b, _ in every], fit, intercept=intercept)
+    work = _Work(run, shop, choose, report, protocol, progress)
     options: list[Option] = []
     path: list[Step] = []
     visited: list[_Try] = []
@@ -172,10 +178,17 @@ def compress_model(
         work.require_predictions("--max-ppl-increase and --remove-params measure costs")
         options = work.measure(rank, units)
         path = descent(options)
-        visited = work.search(path, budget or Budget(perplexity=0.05))
+        visited = work.search(path, budget)
         shapes = visited[-1].shapes
     best = visited[-1] if visited else work.best_target(shapes)
     points, change, notes = work.reported(best, path, curve, baselines)
+    if not intercept and best.change is not None:
+        shop.intercept = True
+        other = work.tried(best.shapes, best.target)
+        gain, se = best.change.gain_over(other.change) if other.change else (math.nan, math.nan)
+        notes.append(
+            f"without biases {-gain:+.4f} ± {se:.4f} nats a token, on the text to choose by"
+        )
     return Compression(
         blocks=work.records(best.maps, options),
         maps=best.maps,
@@ -186,7 +199,14 @@ def compress_model(
         target=best.target,
         curve=points,
         options=options,
-        settings={},
+        settings={
+            "protocol": work.how.name,
+            "fit_tokens": fit.numel(),
+            "budget": None if plan is not None or at is not None else asdict(budget),
+            "rank": rank,
+            "units": units,
+            "intercept": intercept,
+        },
         notes=notes,
     )
 
@@ -210,23 +230,23 @@ class _Work:
 
     def __init__(
         self,
-        model: nn.Module,
         run: Profile,
-        at: list[Block],
-        fit: Tensor,
+        shop: Workshop,
         choose: Batches,
         report: Batches,
         protocol: Protocol | str | None,
         progress: Progress | None,
     ) -> None:
-        self.model, self.run, self.at = model, run, at
+        self.run, self.shop, self.model, self.at = run, shop, shop.model, shop.at
+        model, at = shop.model, shop.at
         self.choose, self.report = choose, report
         self.how = protocol_of(report, protocol)
         self.progress = progress or (lambda what, tokens: lambda done: None)
-        self.shop = Workshop(model, at, fit)
         self.by_index = {b.index: b for b in at}
         modules = {b: as_module(model, b) for b in at}
         self.sizes = {b: sum(p.numel() for p in m.parameters()) for b, m in modules.items()}
+        self.hidden = {b: hidden_count(model, b) for b in at}
+        self.unit = {b: _unit_size(model, b) for b in at if self.hidden[b]}
         self.single: dict[tuple[int, str], Comparison] = {}  # cost of one block's baselines
         self.why_not = ""
         try:
@@ -240,45 +260,72 @@ class _Work:
 
     # -- options
 
-    def shapes_of(self, block: Block, rank: int | str, units: int | str) -> list[Shape]:
-        """Ways to replace a block that save something; a mixture of experts has but the matrix."""
-        m = _hidden(self.model, block)
-        ways = [(r, round(share * m)) for r, share in WAYS if m or not share]
-        if rank != "auto":
-            ways = [(int(rank), k) for _, k in ways]
-        if units != "auto":
-            ways = [(r, min(int(units), m)) for r, _ in ways]
-        return list(dict.fromkeys(ways))
+    def rung(self, block: Block, share: float) -> int:
+        """A number of hidden units near this share that the elimination passes by."""
+        m = self.hidden[block]
+        return max(m - GROUP * round((1 - share) * m / GROUP), 0) if share else 0
+
+    def _ranks(self, block: Block, rank: int | str) -> list[int]:
+        d = min(block.d_in, block.d_out)
+        if rank == "auto":
+            return [max(round(part * d), 1) for part in RANKS]
+        return [r] if (r := _rank(rank)) else []
 
     def measure(self, rank: int | str, units: int | str) -> list[Option]:
-        """What each way to replace each block alone costs, on the text kept for choosing."""
-        asked = {b: self.shapes_of(b, rank, units) for b in self.at}
-        begun = self.progress("fitting options", len(self.at) * self.shop.windows.numel())
-        offers = self.shop.survey(asked, begun)
-        keys: list[tuple[Block, Any]] = []
-        variants: list[tuple[Block, Replacement]] = []
-        for b in self.at:
-            for shape, fitted in zip(asked[b], offers[b], strict=True):
-                if fitted.parameters < self.sizes[b]:
-                    keys.append((b, (shape, self.sizes[b] - fitted.parameters)))
-                    variants.append((b, fitted))
-            for name, fitted in self._baselines(b).items():
-                keys.append((b, name))
-                variants.append((b, fitted))
-        costs = self._swept("measuring options", variants)
-        options = []
-        for (b, key), change in zip(keys, costs, strict=True):
-            if isinstance(key, str):
-                self.single[b.index, key] = change
-            else:
-                shape, saved = key
-                options.append(Option(b.index, *shape, saved, change.kl))
-        return options
+        """What each way to replace each block alone costs, on the text kept for choosing.
 
-    def _swept(self, what: str, variants: list[tuple[Block, Replacement]]) -> list[Comparison]:
-        size = self.choose.numel() if isinstance(self.choose, Tensor) else 0
+        A few are measured, and the others told from them by the share of variance that they leave.
+        """
+        asked = {
+            b: [(r, self.rung(b, share)) for r, share in MEASURED if self.hidden[b] or not share]
+            for b in self.at
+        }
+        ranks = {
+            b: {self.rung(b, share): self._ranks(b, rank) for share in BESIDE}
+            for b in self.at
+            if self.hidden[b]
+        }
+        begun = self.progress("fitting options", len(self.at) * self.shop.windows.numel())
+        offers = self.shop.survey(asked, ranks, begun)
+        singles = [(b, fitted) for b in self.at for fitted in offers[b]]
+        others = {(b, name): m for b in self.at for name, m in self._baselines(b).items()}
+        costs = self._swept(
+            "measuring options", [*singles, *((b, m) for (b, _), m in others.items())]
+        )
+        for (b, name), change in zip(others, costs[len(singles) :], strict=True):
+            self.single[b.index, name] = change
+        measured = iter(costs)
+        known = {b: {shape: next(measured).kl for shape in asked[b]} for b in self.at}
+        return [o for b in self.at for o in self._options(b, known[b], rank, units)]
+
+    def _options(
+        self, block: Block, known: dict[Shape, float], rank: int | str, units: int | str
+    ) -> list[Option]:
+        rests = self.shop.rests[block]
+        points = [(rests[shape], cost) for shape, cost in known.items()]
+        found = []
+        for shape, rest in rests.items():
+            saved = self.sizes[block] - self.parameters(block, shape)
+            if saved <= 0 or (rank != "auto" and shape[0] != _rank(rank)):
+                continue
+            if units == "auto" or shape[1] == min(int(units), self.hidden[block]):
+                cost = known.get(shape, expected(points, rest))
+                found.append(Option(block.index, *shape, saved, cost))
+        return found
+
+    def parameters(self, block: Block, shape: Shape) -> int:
+        """Of a map of this shape."""
+        rank, k = shape
+        matrix = block.d_in * block.d_out if rank is None else rank * (block.d_in + block.d_out)
+        return matrix + block.d_out + k * self.unit.get(block, 0)
+
+    def _swept(self, what: str, variants: Sequence[Variant]) -> list[Comparison]:
+        windows = self.choose
+        if isinstance(windows, Tensor):
+            windows = windows[: max(2, OPTION_TOKENS // windows.shape[1])]
+        size = windows.numel() if isinstance(windows, Tensor) else 0
         done = self.progress(what, size * len(variants))
-        swept = sweep(self.model, variants, self.choose, protocol=self.how, progress=done)
+        swept = sweep(self.model, variants, windows, protocol=self.how, progress=done)
         return [c.change for c in swept.costs if c.change is not None]
 
     def _baselines(self, block: Block) -> dict[str, Replacement]:
@@ -296,17 +343,19 @@ class _Work:
             block = self.by_index.get(p.index)
             if block is None or block.path != p.path:
                 raise ValueError(f"the plan's block {p.index} ({p.path}) is not in the run")
-            if p.units > (m := _hidden(self.model, block)):
-                raise ValueError(f"the plan keeps {p.units} units of block {p.index}, which has {m}")
+            if p.units > (m := self.hidden[block]):
+                raise ValueError(
+                    f"the plan keeps {p.units} units of block {p.index}, which has {m}"
+                )
             shapes[block] = (p.rank, p.units)
         return shapes
 
     def named(self, at: list[Block], rank: int | str, units: int | str) -> dict[Block, Shape]:
         """One matrix each; a few hidden units beside it where they are worth it, if nobody said."""
-        r = None if rank == "auto" else int(rank)
+        r = _rank(rank)
         if units != "auto":
-            return {b: (r, min(int(units), _hidden(self.model, b))) for b in at}
-        ways = {b: [(r, k) for k in dict.fromkeys((0, min(SINKS, _hidden(self.model, b))))] for b in at}
+            return {b: (r, min(int(units), self.hidden[b])) for b in at}
+        ways = {b: [(r, k) for k in dict.fromkeys((0, min(SINKS, self.hidden[b])))] for b in at}
         if self.why_not:
             return {b: own[-1] for b, own in ways.items()}
         offers = self.shop.survey(ways)
@@ -399,7 +448,6 @@ class _Work:
         if self.why_not:
             return [], None, [f"no perplexity: {self.why_not}"]
         total, removed = sum(self.sizes.values()), self.removed(best.maps)
-        points = [("ours", removed, best.maps)]
         (change,) = self.compared([best.maps], self.report)
         found = [Point("ours", removed, change, {b.index: s for b, s in best.shapes.items()})]
         for share in curve if path else ():
@@ -410,18 +458,16 @@ class _Work:
             found.append(Point("ours", self.removed(maps), own, chosen))
         if baselines and self.single:
             most = max(removed, *(p.removed for p in found))
-            points = [p for name in METHODS for p in self._ranked(name, most)]
-            costs = self.compared([maps for _, _, maps in points], self.report)
+            ranked = [p for name in BASELINES for p in self._ranked(name, most)]
+            costs = self.compared([maps for _, _, maps in ranked], self.report)
             found += [
                 Point(name, gone, cost, {b.index: (None, 0) for b in maps})
-                for (name, gone, maps), cost in zip(points, costs, strict=True)
+                for (name, gone, maps), cost in zip(ranked, costs, strict=True)
             ]
         return found, change, []
 
     def _ranked(self, name: str, most: int) -> list[tuple[str, int, dict[Block, Replacement]]]:
         """A baseline with one block replaced, two, and so on, until it removes as much as ours."""
-        if name == "ours":
-            return []
         r2 = {p.index: p.r2 for p in self.run.blocks}
         what = "zero" if name == "zero" else "swap"
         rank = {
@@ -429,7 +475,8 @@ class _Work:
             for b in self.at
         }
         found: list[tuple[str, int, dict[Block, Replacement]]] = []
-        gone, maps = 0, {}
+        gone = 0
+        maps: dict[Block, Replacement] = {}
         for b in sorted(self.at, key=rank.__getitem__):
             if gone >= most:
                 break
@@ -444,9 +491,9 @@ class _Work:
         found = []
         for b in self.at:
             fitted = maps.get(b)
-            units = list(getattr(fitted, "units", ()))
-            affine = getattr(fitted, "affine", fitted)
-            rank = None if fitted is None or hasattr(affine, "weight") else affine.rank
+            units = list(fitted.units) if isinstance(fitted, UnitMap) else []
+            affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
+            rank = affine.rank if isinstance(affine, Factored) else None
             found.append(
                 BlockCompression(
                     index=b.index,
@@ -470,12 +517,10 @@ def _aim(low: tuple[float, float], high: tuple[float, float] | None, nats: float
     return low[0] + (high[0] - low[0]) * (aim - low[1]) / (high[1] - low[1])
 
 
-def _hidden(model: nn.Module, block: Block) -> int:
-    """How many hidden units can be kept; 0 where they do not come out alone."""
-    try:
-        taken(model, block, [0])
-    except ValueError:
-        return 0
-    from howlinear.units import weight_of
+def _rank(rank: int | str) -> int | None:
+    return None if rank in ("auto", "full") else int(rank)
 
-    return int(weight_of(model.get_submodule(str(block.down))).shape[1])
+
+def _unit_size(model: nn.Module, block: Block) -> int:
+    """Parameters that one hidden unit takes."""
+    return sum(p.numel() for p in taken(model, block, [0]).parameters()) + block.d_out

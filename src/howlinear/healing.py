@@ -31,6 +31,7 @@ class Healing(nn.Module):
     def __init__(self, layer: Affine | UnitMap) -> None:
         super().__init__()
         affine = layer.affine if isinstance(layer, UnitMap) else layer
+        assert isinstance(affine, Affine)
         self.linear = affine.to_linear()
         self.hidden = Cast(layer.hidden) if isinstance(layer, UnitMap) else None
         self.write = (

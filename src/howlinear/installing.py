@@ -86,17 +86,18 @@ def _weights(steps: list[Any]) -> Tensor:
 
 def _fill(layer: Any, steps: list[Any], down: nn.Module | None, fitted: Map) -> None:
     affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
-    matrix = layer.linear_mlp
+    last = matrix = layer.linear_mlp
     if isinstance(affine, Affine):
         matrix.weight.copy_(affine.weight)
     elif affine.rank:
+        last = matrix[1]
         matrix[0].weight.copy_(affine.into)
-        matrix[1].weight.copy_(affine.out)
-    (matrix[1] if isinstance(matrix, nn.Sequential) else matrix).bias.copy_(affine.bias)
+        last.weight.copy_(affine.out)
+    last.bias.copy_(affine.bias)
     if not isinstance(fitted, UnitMap):
         return
     kept = torch.tensor(fitted.units)
-    parts = layer.units.steps() if isinstance(layer.units, linear_blocks.Chain) else [layer.units]
+    parts = layer.units.steps() if len(steps) > 1 else [layer.units]
     for part, step in zip(parts, steps, strict=True):
         for name, original in step.named_modules() if isinstance(step, nn.Module) else ():
             if original is down:

@@ -31,10 +31,7 @@ class Ladder:
     """Hidden units of a block, the most needed first, and what a fit with the first k of them leaves."""
 
     order: list[int]
-    rungs: dict[int, float]  # k -> share of the variance that is not explained, on the rows of the fit
-
-    def rest(self, k: int) -> float:
-        return self.rungs[k]
+    rungs: dict[int, float]  # k -> share of the variance left unexplained, on the rows of the fit
 
 
 def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Ladder:
@@ -57,8 +54,8 @@ def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Ladder:
     while (left := int(alive.sum())) > 0:
         cost = D[at:].square().sum(1) / P.diagonal()[at:]
         cost[~alive] = torch.inf
-        J = cost.topk(min(GROUP, left) if left > GROUP else max(left - left // 2, 1), largest=False)
-        J = J.indices
+        count = GROUP if left > GROUP else -(-left // 2)  # by halves in the end
+        J = cost.topk(count, largest=False).indices
         gone += J.tolist()
         alive[J] = False
         J = J + at
@@ -74,37 +71,66 @@ def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Ladder:
 
 
 def joint_map(
-    rows: Moments, d: int, units: Sequence[int], rank: int | None, hidden: nn.Module | None
+    rows: Moments,
+    d: int,
+    units: Sequence[int],
+    rank: int | None,
+    hidden: nn.Module | None,
+    *,
+    intercept: bool = True,
 ) -> Affine | Factored | UnitMap:
     """The best map with these units and a matrix of this rank (None: full, 0: none).
+
+    Without an intercept it can only be a matrix of full rank, perhaps beside units.
 
     Reduced-rank regression beside the units: with both sides freed of what the units explain, the
     matrix is projected on the leading eigenvectors of W S W'; then D is solved for again.
     """
-    columns = [*range(d), *(d + u for u in units)]
+    at = torch.tensor([*range(d), *(d + u for u in units)])
     if rank is None:
-        joint = _affine(_Picked(rows, torch.tensor(columns)))
+        picked: Any = _Picked(rows, at)
+        W, found, _ = solve(picked, intercept=intercept)
+        bias = rows.mean_y - W @ rows.mean_x[at] if intercept else W.new_zeros(len(W))
+        joint = Affine(W, bias, found)
         return UnitMap.split(joint, tuple(units), hidden) if hidden is not None else joint
     S, S_y = rows.gram()
-    h = torch.tensor(columns[d:], dtype=torch.long)
     into, out = S.new_zeros(0, d), S.new_zeros(rows.d_out, 0)
     if rank:
-        W, _, _ = solve(_Picked(rows, torch.tensor(columns)))
-        W, own = W[:, :d], S[:d, :d].clone()
-        if len(h):
-            own -= S[:d, h] @ solve(_Picked(rows, h, S[h][:, :d]))[0].t()
-        out = torch.linalg.eigh(W @ own @ W.t())[1][:, -rank:].flip(1)
+        W, _, U = _directions(rows, d, at, S)
+        out = U[:, :rank]
         into = out.t() @ W
     bias = rows.mean_y - out @ (into @ rows.mean_x[:d])
     if hidden is None:
         return Factored(into, out, bias)
-    D, _, _ = solve(_Picked(rows, h, S_y[h] - S[h][:, :d] @ into.t() @ out.t()))
+    h = at[d:]
+    D = _solved(rows, h, S_y[h] - S[h][:, :d] @ into.t() @ out.t())
     return UnitMap(Factored(into, out, bias - D @ rows.mean_x[h]), tuple(units), D, hidden)
 
 
-def _affine(rows: _Picked) -> Affine:
-    W, rank, _ = solve(rows)
-    return Affine(W, rows.mean_y - W @ rows.mean_x, rank)
+def rest_by_rank(rows: Moments, d: int, units: Sequence[int]) -> Tensor:
+    """(d_out,) what share a matrix of full rank explains that one of rank 0, 1, 2, ... does not."""
+    at = torch.tensor([*range(d), *(d + u for u in units)])
+    _, values, _ = _directions(rows, d, at, rows.gram()[0])
+    return values.clamp_min(0).flip(0).cumsum(0).flip(0) / rows.S_yy.sum()
+
+
+def _directions(rows: Moments, d: int, at: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W of the joint fit, and the eigenvalues and vectors of W S W', the largest first.
+
+    S is of x freed of what the units explain.
+    """
+    W = _solved(rows, at)[:, :d]
+    own, h = S[:d, :d], at[d:]
+    if len(h):
+        own = own - S[:d, h] @ _solved(rows, h, S[h][:, :d]).t()
+    values, U = torch.linalg.eigh(W @ own @ W.t())
+    return W, values.flip(0), U.flip(1)
+
+
+def _solved(rows: Moments, at: Tensor, instead: Tensor | None = None) -> Tensor:
+    """(d_out, columns) coefficients of y, or of what is there instead, on some columns of x."""
+    picked: Any = _Picked(rows, at, instead)
+    return solve(picked)[0]
 
 
 @dataclass(frozen=True, eq=False)

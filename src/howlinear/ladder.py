@@ -12,14 +12,14 @@ the units) and E = S_hy - S_hx S_xx^-1 S_xy. Unit j would spare |E_j|^2 / C_jj.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howlinear.affine import Affine, UnitMap, solve
+from howlinear.affine import Affine
 from howlinear.families import Block, as_module
+from howlinear.joint import joint_map
 from howlinear.moments import Moments
 from howlinear.samples import CHUNK, Cast, Layer, Sample, outcome, size_of
 from howlinear.units import hidden_units, taken
@@ -54,7 +54,8 @@ def climb(
                 rows.update(torch.cat([x, every(x).float()], 1), y)
         order = forward_selection(rows, d, fitted[-1])
         for k in fitted:
-            maps[k] = _joint(rows, d, order[:k], Cast(taken(model, block, order[:k]))).to(fit.x)
+            hidden = Cast(taken(model, block, order[:k]))
+            maps[k] = joint_map(rows, d, order[:k], None, hidden).to(fit.x)
     steps = [
         {"k": k, "parameters": size_of(maps[k]), **outcome(maps[k], affine, report).to_dict()}
         for k in ks
@@ -103,33 +104,3 @@ def _regress(S: Tensor, B: Tensor) -> Tensor:
     keep = values > len(S) * torch.finfo(torch.float64).eps * values[-1]
     V = vectors[:, keep]
     return V @ ((V.t() @ B) / values[keep, None])
-
-
-@dataclass(frozen=True, eq=False)
-class _Picked:
-    """Moments of some columns of x, as `solve` reads them."""
-
-    rows: Moments
-    columns: Tensor
-
-    @property
-    def d_in(self) -> int:
-        return len(self.columns)
-
-    @property
-    def mean_x(self) -> Tensor:
-        return self.rows.mean_x[self.columns]
-
-    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
-        S_xx, S_xy = self.rows.gram(intercept)
-        return S_xx[self.columns][:, self.columns], S_xy[self.columns]
-
-    def __getattr__(self, name: str) -> Any:  # n, weight, eps, mean_y, S_yy, d_out
-        return getattr(self.rows, name)
-
-
-def _joint(rows: Moments, d: int, units: Sequence[int], hidden: nn.Module) -> UnitMap:
-    picked: Any = _Picked(rows, torch.tensor([*range(d), *(d + u for u in units)]))
-    W, rank, _ = solve(picked)
-    joint = Affine(W, rows.mean_y - W @ picked.mean_x, rank)
-    return UnitMap.split(joint, tuple(units), hidden)

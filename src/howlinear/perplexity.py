@@ -539,9 +539,7 @@ def compare(
     """What a change costs: `changed` is another model with the same vocabulary, or a function that
     makes a context in which `model` is changed, such as `lambda: swapped(model, {block: layer})`.
     """
-    return compare_all(
-        model, [changed], ids, protocol, batch_size=batch_size, progress=progress
-    )[0]
+    return compare_all(model, [changed], ids, protocol, batch_size=batch_size, progress=progress)[0]
 
 
 def compare_all(

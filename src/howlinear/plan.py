@@ -14,9 +14,10 @@ there is at each of its steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from howlinear.records import SCHEMA, BlockPlan
@@ -74,6 +75,23 @@ def descent(options: Iterable[Option]) -> list[Step]:
             steps.append(Step(option, option.saved - saved, option.cost - cost))
             saved, cost = option.saved, option.cost
     return sorted(steps, key=lambda s: (s.slope, s.option.index, s.option.saved))
+
+
+def expected(known: Sequence[tuple[float, float]], rest: float) -> float:
+    """The cost of an option that leaves `rest`, from the (rest, cost) of options that were measured.
+
+    Power laws between neighbours; beyond the last ones cost grows as rest does, which is what a
+    smooth loss does with small errors.
+    """
+    points = sorted((r, c) for r, c in known if r > 0 and c > 0)
+    if not points or rest <= 0:
+        return 0.0
+    for (r0, c0), (r1, c1) in pairwise(points):
+        if r0 <= rest <= r1 and r0 < r1:
+            power = math.log(c1 / c0) / math.log(r1 / r0)
+            return c0 * (rest / r0) ** power
+    near, cost = points[0] if rest < points[0][0] else points[-1]
+    return cost * rest / near
 
 
 def after(path: Sequence[Step], steps: int) -> dict[int, Option]:

@@ -16,21 +16,22 @@ the original model had it ("stream"), which makes good what blocks before it got
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howlinear.affine import Affine, Factored, UnitMap
+from howlinear.affine import Affine, Factored, UnitMap, solve
 from howlinear.families import Block, Rows, as_module, backbone, call_options, swapped, tap
-from howlinear.joint import elimination, joint_map
+from howlinear.joint import Ladder, elimination, joint_map, rest_by_rank
 from howlinear.moments import Moments
 from howlinear.perplexity import evaluating
 from howlinear.streams import inlets
-from howlinear.units import hidden_units, taken
+from howlinear.units import hidden_count, hidden_units, taken
 
 TARGETS = ("output", "stream")
 CHUNK = 4096  # rows at a time
@@ -42,30 +43,37 @@ Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidd
 class Workshop:
     """A model, the text that its maps are fitted on, and what was learnt of its blocks so far."""
 
-    def __init__(self, model: nn.Module, at: Sequence[Block], windows: Tensor) -> None:
-        self.model, self.at, self.windows = model, list(at), windows
+    def __init__(
+        self, model: nn.Module, at: Sequence[Block], windows: Tensor, *, intercept: bool = True
+    ) -> None:
+        self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.like = next(model.parameters()).detach()
         self.weights: dict[Block, Tensor] = {}  # (n,)
-        self.orders: dict[tuple[Block, bool], list[int]] = {}  # of units, beside a matrix or not
+        self.ladders: dict[Block, tuple[Ladder, Ladder]] = {}  # units alone, and beside a matrix
+        self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
+        self.direct: set[Block] = set()  # blocks whose input is the stream itself
 
     def survey(
         self,
         shapes: Mapping[Block, Sequence[Shape]],
+        ranks: Mapping[Block, Mapping[int, Sequence[int]]] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> dict[Block, list[Map]]:
-        """Maps of each block of the original model; the order of units is kept for `refit`."""
+        """Maps of each block of the original model, and what maps of other shapes would leave.
+
+        Of hidden units, alone and beside a matrix, that is known for all numbers of them; beside a
+        matrix of reduced rank for those in `ranks`: by number of units, the ranks.
+        """
         found: dict[Block, list[Map]] = {}
 
         def receive(block: Block, rows: Rows) -> None:
-            weight = self.weights[block] = _weights(rows)
-            if not shapes[block]:
-                return
-            every = hidden_units(self.model, block) if any(k for _, k in shapes[block]) else None
-            own = _moments(block, rows.x, rows.y, weight, every)
-            for matrix in {rank != 0 for rank, k in shapes[block] if k}:
-                self.orders[block, matrix] = elimination(own, block.d_in, matrix=matrix)
+            d, own = block.d_in, self._learn(block, rows)
+            rests = self.rests[block]
+            for k, wanted in ((ranks or {}).get(block) or {}).items():
+                beyond = rest_by_rank(own, d, self.asked(block, (None, k))[0])
+                rests |= {(r, k): rests[None, k] + float(beyond[r]) for r in wanted}
             found[block] = [
-                joint_map(own, block.d_in, *self._asked(block, shape)).to(self.like)
+                joint_map(own, d, *self.asked(block, shape), intercept=self.intercept).to(self.like)
                 for shape in shapes[block]
             ]
             if progress is not None:
@@ -75,6 +83,26 @@ class Workshop:
             self._run(self.windows)
         return found
 
+    def _learn(self, block: Block, rows: Rows) -> Moments:
+        """Weights of the rows and the order of hidden units, where they come out alone."""
+        self.weights[block] = _weights(rows)
+        every = hidden_units(self.model, block) if hidden_count(self.model, block) else None
+        own = _moments(block, rows.x, rows.y, self.weights[block], every)
+        if every is None:
+            self.rests[block] = {(None, 0): float(1 - _explained(own))}
+            return own
+        ladders = (
+            elimination(own, block.d_in, matrix=False),
+            elimination(own, block.d_in, matrix=True),
+        )
+        self.ladders[block] = ladders
+        self.rests[block] = {
+            (rank, k): rest
+            for rank, ladder in zip((0, None), ladders, strict=True)
+            for k, rest in ladder.rungs.items()
+        }
+        return own
+
     def refit(
         self,
         shapes: Mapping[Block, Shape],
@@ -82,77 +110,99 @@ class Workshop:
         progress: Callable[[int], None] | None = None,
     ) -> dict[Block, Map]:
         """The maps of all these blocks together, each behind those before it."""
-        missing = {b: [s] for b, s in shapes.items() if not self._known(b, s)}
-        if missing:
+        if missing := {b: () for b in shapes if b not in self.weights}:
             self.survey(missing)
         maps: dict[Block, Map] = {}
         both = target == "stream"
-        ways = inlets(self.model, list(shapes), _inputs(self.model, self.windows[:1, :8]))
         with ExitStack() as stack:
-            streams = stack.enter_context(_listening(self.model, ways)) if both else {}
+            streams = stack.enter_context(self._listening(list(shapes))) if both else {}
             stand_ins = {
-                block: partial(
-                    self._fit,
-                    block,
-                    as_module(self.model, block),
-                    shape,
-                    maps,
-                    streams,
-                    both,
-                    progress,
-                )
+                block: _StandIn(self, block, shape, maps, streams if both else None, progress)
                 for block, shape in shapes.items()
             }
             stack.enter_context(swapped(self.model, stand_ins))
             self._run(self.windows.repeat(2, 1) if both else self.windows)
         return maps
 
-    def _fit(
-        self,
-        block: Block,
-        module: nn.Module,
-        shape: Shape,
-        maps: dict[Block, Map],
-        streams: dict[Block, Tensor],
-        both: bool,
-        progress: Callable[[int], None] | None,
-        x: Tensor,
-    ) -> Tensor:
-        """In place of the block: fit its map to all rows, then be that map."""
-        if not both:
-            y = wanted = module(x)
-        else:  # the first half of the batch is the original model's
-            original, x = x.chunk(2)
-            y = module(original)
-            wanted = module(x) if block not in streams else y + _drift(streams.pop(block))
-        units, rank, hidden = self._asked(block, shape)
-        flat = x.reshape(-1, block.d_in)
-        own = _moments(block, flat, wanted.reshape(-1, block.d_out), self.weights[block], hidden)
-        every = range(len(units))
-        fitted = joint_map(own, block.d_in, every, rank, hidden).to(self.like)
-        if isinstance(fitted, UnitMap):
-            fitted = UnitMap(fitted.affine, units, fitted.write, fitted.hidden)
-        maps[block] = fitted
-        if progress is not None:
-            progress(len(flat))
-        return torch.cat([y, fitted(x)]) if both else fitted(x)
-
-    def _known(self, block: Block, shape: Shape) -> bool:
-        rank, k = shape
-        return block in self.weights and (not k or (block, rank != 0) in self.orders)
-
-    def _asked(
+    def asked(
         self, block: Block, shape: Shape
     ) -> tuple[tuple[int, ...], int | None, nn.Module | None]:
         """Which units, the rank, and the units as a module."""
         rank, k = shape
-        units = tuple(self.orders[block, rank != 0][:k]) if k else ()
+        units = tuple(self.ladders[block][rank != 0].order[:k]) if k else ()
         return units, rank, taken(self.model, block, units) if units else None
+
+    @contextmanager
+    def _listening(self, at: list[Block]) -> Iterator[dict[Block, Tensor]]:
+        """The stream before each block, where it can be read and the block's output adds to it."""
+        streams: dict[Block, Tensor] = {}
+
+        def keep(block: Block, _: nn.Module, args: tuple[Any, ...]) -> None:
+            streams[block] = args[0]
+
+        ways = inlets(self.model, at, _inputs(self.model, self.windows[:1, :8]))
+        handles = [
+            self.model.get_submodule(path).register_forward_pre_hook(partial(keep, block))
+            for block, path in ways.items()
+            if path and not block.out_norm
+        ]
+        self.direct = {b for b, path in ways.items() if path == "" and not b.out_norm}
+        try:
+            yield streams
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _run(self, windows: Tensor) -> None:
         net = backbone(self.model)
         with torch.no_grad(), evaluating(self.model):
             net(**_inputs(self.model, windows), **call_options(net))
+
+
+class _StandIn:
+    """In place of a block while all rows pass: fits the block's map to them, and is that map."""
+
+    def __init__(
+        self,
+        shop: Workshop,
+        block: Block,
+        shape: Shape,
+        maps: dict[Block, Map],
+        streams: dict[Block, Tensor] | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.shop, self.block, self.maps, self.streams = shop, block, maps, streams
+        self.module = as_module(shop.model, block)
+        self.units, self.rank, self.hidden = shop.asked(block, shape)
+        self.progress = progress
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.streams is None:
+            return self.fit(x, self.module(x))
+        # The first half of the batch is the original model's.
+        if self.block in self.shop.direct:
+            self.streams[self.block] = x
+        original, x = x.chunk(2)
+        y = self.module(original)
+        before = self.streams.pop(self.block, None)
+        wanted = self.module(x) if before is None else y + _drift(before)
+        return torch.cat([y, self.fit(x, wanted)])
+
+    def fit(self, x: Tensor, wanted: Tensor) -> Tensor:
+        block, shop = self.block, self.shop
+        flat = x.reshape(-1, block.d_in)
+        weight = shop.weights[block]
+        rows = _moments(block, flat, wanted.reshape(-1, block.d_out), weight, self.hidden)
+        every = range(len(self.units))
+        fitted = joint_map(
+            rows, block.d_in, every, self.rank, self.hidden, intercept=shop.intercept
+        ).to(shop.like)
+        if isinstance(fitted, UnitMap):  # by their numbers in the block
+            fitted = replace(fitted, units=self.units)
+        self.maps[block] = fitted
+        if self.progress is not None:
+            self.progress(len(flat))
+        return fitted(x)
 
 
 def _inputs(model: nn.Module, windows: Tensor) -> dict[str, Tensor]:
@@ -182,27 +232,11 @@ def _moments(
     return rows
 
 
+def _explained(rows: Moments) -> float:
+    return float(solve(rows)[2].square().sum() / rows.S_yy.sum())
+
+
 def _drift(before: Tensor) -> Tensor:
     """How far the changed model's stream, the second half of the batch, is from the original's."""
     original, changed = before.chunk(2)
     return original - changed
-
-
-@contextmanager
-def _listening(model: nn.Module, ways: Mapping[Block, str | None]) -> Any:
-    """The stream before each block, where it can be read and is what the block's output adds to."""
-    streams: dict[Block, Tensor] = {}
-
-    def keep(block: Block, _: nn.Module, args: tuple[Any, ...]) -> None:
-        streams[block] = args[0]
-
-    handles = [
-        model.get_submodule(path or block.entry).register_forward_pre_hook(partial(keep, block))
-        for block, path in ways.items()
-        if path is not None and not block.out_norm
-    ]
-    try:
-        yield streams
-    finally:
-        for handle in handles:
-            handle.remove()

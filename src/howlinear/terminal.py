@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from howlinear.records import BlockProbe, BlockProfile, BlockSwap
+from howlinear.records import BlockCompression, BlockProbe, BlockProfile, BlockSwap
 
 COLOURS = {
     "broadly linear": "green",
@@ -350,6 +350,59 @@ PROBE_ROWS: dict[str, Callable[[BlockProbe, dict[str, Any]], Cells]] = {
     "where": _where_rows,
     "quantised": _quantised_rows,
     "healing": _healing_rows,
+}
+
+
+def show_compression(
+    console: Console, data: dict[str, Any], blocks: list[BlockCompression]
+) -> None:
+    """The tables that `howlinear compress` prints: what became of the blocks, and the methods."""
+    gone = [b for b in blocks if b.replaced]
+    console.print(plain(f"{data['model']['id']}: {len(gone)} of {len(blocks)} blocks replaced"))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("#", "module", "matrix", "units", "parameters", "left"):
+        table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
+    for b in gone:
+        matrix = "full" if b.rank is None else f"rank {b.rank}" if b.rank else "-"
+        left = f"{b.parameters_left / b.parameters:.0%}"
+        sizes = (f"{b.parameters:,}", left)
+        table.add_row(str(b.index), plain(b.path, 28), matrix, str(len(b.units)), *sizes)
+    console.print(table)
+    share = data["removed"] / data["feed_forward"]
+    console.print(
+        f"{data['removed']:,} parameters removed: {share:.1%} of the feed-forward blocks', "
+        f"{data['removed'] / data['parameters']:.1%} of the model's"
+    )
+    if (change := data["change"]) is not None:
+        before, after = (change[k]["perplexity"] for k in ("original", "changed"))
+        console.print(
+            f"perplexity {before:.2f} to {after:.2f} ({after / before - 1:+.1%}; "
+            f"{change['delta_ppl']:+.2f} ± {change['delta_ppl_se']:.2f}), {change['protocol']}, "
+            f"{change['tokens']} tokens that nothing else has read"
+        )
+    if len({p["method"] for p in data["curve"]}) > 1:
+        _show_curve(console, data["curve"])
+    for note in data["notes"]:
+        console.print(plain(f"note: {note}"))
+
+
+def _show_curve(console: Console, curve: list[dict[str, Any]]) -> None:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("removed", "blocks", "perplexity", "Δppl ± se", "method"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for p in sorted(curve, key=lambda p: (p["removed"], p["method"])):
+        delta = f"{signed(p['delta_ppl'])} ±{number(p['delta_ppl_se'], 2)}"
+        cells = (f"{p['share']:.1%}", str(p["blocks"]), number(p["perplexity"], 2), delta)
+        style = "bold" if p["method"] == "ours" else ""
+        table.add_row(*cells, METHODS[p["method"]], style=style)
+    console.print(table)
+
+
+METHODS = {
+    "ours": "refitted along the plan",
+    "swap": "one matrix each, cheapest swaps first",
+    "r2": "one matrix each, highest R2 first",
+    "zero": "blocks removed, cheapest first",
 }
 
 

@@ -51,6 +51,12 @@ def hidden_units(model: nn.Module, block: Block) -> nn.Module:
     return Chain([rebuilt(attrgetter(path)(model), through) for path in block.steps])
 
 
+def hidden_count(model: nn.Module, block: Block) -> int:
+    """How many hidden units a block has; 0 where they do not come out alone."""
+    norms = writes(model, block)
+    return 0 if norms is None else len(norms)
+
+
 def writes(model: nn.Module, block: Block) -> Tensor | None:
     """(m,) squared norms of what each hidden unit writes; None where units do not come out alone."""
     try:
