@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,19 +34,19 @@ from howlinear.perplexity import (
 from howlinear.plan import Option, Step, after, descent, expected, saving, within
 from howlinear.plan import to_dict as plan_file
 from howlinear.profiling import Profile
-from howlinear.records import SCHEMA, BlockCompression, BlockPlan
+from howlinear.records import SCHEMA, BlockCompression, BlockPlan, read_json
 from howlinear.refitting import TARGETS, Map, Shape, Workshop
 from howlinear.swap import match
 from howlinear.sweeps import Replacement, Variant, sweep
 from howlinear.units import hidden_count, taken
 
-# Ways to replace a block whose cost is measured, as (rank of the matrix, share of the hidden units
-# kept). What others cost is told from what they leave unexplained.
-MEASURED: tuple[tuple[int | None, float], ...] = ((None, 0.0), (0, 0.5), (0, 0.75))
+# What is measured of each block: one matrix beside SINKS hidden units, and these shares of the hidden
+# units alone. What other ways cost is told from what they leave unexplained.
+ALONE = (0.5, 0.75)
 RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
 BESIDE = (0.0, 0.25, 0.5)
 OPTION_TOKENS = 1024  # that an option's cost is measured on
-SINKS = 4  # hidden units beside a matrix that is asked for by name: attention sinks need few
+SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few, and few suffice
 ROUNDS = 4  # of refitting in search of the budget
 CLOSE = 0.97  # of the budget: near enough
 BASELINES = ("swap", "r2", "zero")  # ranked by swap cost, by R2; removed outright
@@ -166,7 +167,7 @@ def compress_model(
     run = Profile.load(folder)
     every = match(model, run, None)
     shop = Workshop(model, [b for b, _ in every], fit, intercept=intercept)
-    work = _Work(run, shop, choose, report, protocol, progress)
+    work = _Work(Path(folder), run, shop, choose, report, protocol, progress)
     options: list[Option] = []
     path: list[Step] = []
     visited: list[_Try] = []
@@ -230,6 +231,7 @@ class _Work:
 
     def __init__(
         self,
+        folder: Path,
         run: Profile,
         shop: Workshop,
         choose: Batches,
@@ -237,7 +239,8 @@ class _Work:
         protocol: Protocol | str | None,
         progress: Progress | None,
     ) -> None:
-        self.run, self.shop, self.model, self.at = run, shop, shop.model, shop.at
+        self.folder, self.run, self.shop = folder, run, shop
+        self.model, self.at = shop.model, shop.at
         model, at = shop.model, shop.at
         self.choose, self.report = choose, report
         self.how = protocol_of(report, protocol)
@@ -247,7 +250,6 @@ class _Work:
         self.sizes = {b: sum(p.numel() for p in m.parameters()) for b, m in modules.items()}
         self.hidden = {b: hidden_count(model, b) for b in at}
         self.unit = {b: _unit_size(model, b) for b in at if self.hidden[b]}
-        self.single: dict[tuple[int, str], Comparison] = {}  # cost of one block's baselines
         self.why_not = ""
         try:
             Readout(model)
@@ -261,9 +263,18 @@ class _Work:
     # -- options
 
     def rung(self, block: Block, share: float) -> int:
-        """A number of hidden units near this share that the elimination passes by."""
+        """A number of hidden units near this share that the elimination passes by; SINKS at least."""
         m = self.hidden[block]
-        return max(m - GROUP * round((1 - share) * m / GROUP), 0) if share else 0
+        return min(max(GROUP * round(share * m / GROUP), SINKS), m)
+
+    def _to_measure(self, block: Block, rank: int | str, units: int | str) -> list[Shape]:
+        if not self.hidden[block]:
+            return [(_rank(rank), 0)]
+        if units != "auto":
+            k = min(int(units), self.hidden[block])
+            return [(None, k), (0, k)] if rank == "auto" else [(_rank(rank), k)]
+        matrix: list[Shape] = [(None, self.rung(block, 0.0))]
+        return matrix + [(0, self.rung(block, share)) for share in ALONE]
 
     def _ranks(self, block: Block, rank: int | str) -> list[int]:
         d = min(block.d_in, block.d_out)
@@ -276,10 +287,7 @@ class _Work:
 
         A few are measured, and the others told from them by the share of variance that they leave.
         """
-        asked = {
-            b: [(r, self.rung(b, share)) for r, share in MEASURED if self.hidden[b] or not share]
-            for b in self.at
-        }
+        asked = {b: self._to_measure(b, rank, units) for b in self.at}
         ranks = {
             b: {self.rung(b, share): self._ranks(b, rank) for share in BESIDE}
             for b in self.at
@@ -288,29 +296,24 @@ class _Work:
         begun = self.progress("fitting options", len(self.at) * self.shop.windows.numel())
         offers = self.shop.survey(asked, ranks, begun)
         singles = [(b, fitted) for b in self.at for fitted in offers[b]]
-        others = {(b, name): m for b in self.at for name, m in self._baselines(b).items()}
-        costs = self._swept(
-            "measuring options", [*singles, *((b, m) for (b, _), m in others.items())]
-        )
-        for (b, name), change in zip(others, costs[len(singles) :], strict=True):
-            self.single[b.index, name] = change
-        measured = iter(costs)
-        known = {b: {shape: next(measured).kl for shape in asked[b]} for b in self.at}
+        costs = iter(self._swept("measuring options", singles))
+        known = {b: {shape: next(costs).kl for shape in asked[b]} for b in self.at}
         return [o for b in self.at for o in self._options(b, known[b], rank, units)]
 
     def _options(
         self, block: Block, known: dict[Shape, float], rank: int | str, units: int | str
     ) -> list[Option]:
         rests = self.shop.rests[block]
-        points = [(rests[shape], cost) for shape, cost in known.items()]
+        points = [(rests[shape], cost) for shape, cost in known.items() if shape in rests]
+        costs = {shape: expected(points, rest) for shape, rest in rests.items()} | known
         found = []
-        for shape, rest in rests.items():
-            saved = self.sizes[block] - self.parameters(block, shape)
-            if saved <= 0 or (rank != "auto" and shape[0] != _rank(rank)):
-                continue
-            if units == "auto" or shape[1] == min(int(units), self.hidden[block]):
-                cost = known.get(shape, expected(points, rest))
-                found.append(Option(block.index, *shape, saved, cost))
+        for (r, k), cost in costs.items():
+            saved = self.sizes[block] - self.parameters(block, (r, k))
+            wanted = r == _rank(rank) if rank != "auto" else True
+            wanted &= k == min(int(units), self.hidden[block]) if units != "auto" else True
+            bare = r != 0 and k < min(SINKS, self.hidden[block]) and units == "auto"
+            if saved > 0 and wanted and not bare:
+                found.append(Option(block.index, r, k, saved, cost))
         return found
 
     def parameters(self, block: Block, shape: Shape) -> int:
@@ -327,13 +330,6 @@ class _Work:
         done = self.progress(what, size * len(variants))
         swept = sweep(self.model, variants, windows, protocol=self.how, progress=done)
         return [c.change for c in swept.costs if c.change is not None]
-
-    def _baselines(self, block: Block) -> dict[str, Replacement]:
-        like = self.shop.like
-        return {
-            "swap": self.run.maps[block.index].to(like),
-            "zero": lambda x: x.new_zeros(*x.shape[:-1], block.d_out),
-        }
 
     # -- one set of blocks
 
@@ -399,8 +395,8 @@ class _Work:
             most = sum(s.saved for s in path)
             if wanted > most:
                 raise ValueError(
-                    f"{budget.parameters:.0%} of the feed-forward parameters cannot go: replacing "
-                    f"every block saves {most / sum(self.sizes.values()):.0%} (--remove-params)"
+                    f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
+                    f"every block saves {most / sum(self.sizes.values()):.1%} (--remove-params)"
                 )
             return [self.best_target(self._shapes(path, saving(path, wanted)))]
         return self._within(path, budget.nats)
@@ -412,8 +408,8 @@ class _Work:
         tries: dict[int, _Try] = {}
         target = None
         for _ in range(ROUNDS):
-            steps = within(path, level)
-            if steps == 0 or steps in tries:
+            steps = max(within(path, level), 1)
+            if steps in tries:
                 break
             shapes = self._shapes(path, steps)
             new = self.tried(shapes, target) if target else self.best_target(shapes)
@@ -456,9 +452,8 @@ class _Work:
             (own,) = self.compared([maps], self.report)
             chosen = {b.index: s for b, s in shapes.items()}
             found.append(Point("ours", self.removed(maps), own, chosen))
-        if baselines and self.single:
-            most = max(removed, *(p.removed for p in found))
-            ranked = [p for name in BASELINES for p in self._ranked(name, most)]
+        if baselines:
+            ranked = self._ranked(max(p.removed for p in found))
             costs = self.compared([maps for _, _, maps in ranked], self.report)
             found += [
                 Point(name, gone, cost, {b.index: (None, 0) for b in maps})
@@ -466,25 +461,42 @@ class _Work:
             ]
         return found, change, []
 
-    def _ranked(self, name: str, most: int) -> list[tuple[str, int, dict[Block, Replacement]]]:
-        """A baseline with one block replaced, two, and so on, until it removes as much as ours."""
-        r2 = {p.index: p.r2 for p in self.run.blocks}
-        what = "zero" if name == "zero" else "swap"
-        rank = {
-            b: -r2[b.index] if name == "r2" else self.single[b.index, name].delta_nll
-            for b in self.at
-        }
-        found: list[tuple[str, int, dict[Block, Replacement]]] = []
-        gone = 0
-        maps: dict[Block, Replacement] = {}
-        for b in sorted(self.at, key=rank.__getitem__):
-            if gone >= most:
-                break
-            fitted: Any = self._baselines(b)[what]
-            gone += self.sizes[b] - (0 if name == "zero" else fitted.parameters)
-            maps = {**maps, b: fitted}
-            found.append((name, gone, maps))
+    def _ranked(self, most: int) -> list[tuple[str, int, dict[Block, Replacement]]]:
+        """Each baseline with one block replaced, two, and so on, until it removes as much as ours."""
+        r2 = {b: -p.r2 for b, p in zip(self.at, self.run.blocks, strict=True)}
+        ranks = {"r2": r2} | self._swap_costs()
+        found = []
+        for name in BASELINES:
+            gone = 0
+            maps: dict[Block, Replacement] = {}
+            for b in sorted(self.at, key=ranks[name].__getitem__):
+                if gone >= most:
+                    break
+                fitted: Any = self._baseline(b, name)
+                gone += self.sizes[b] - (0 if name == "zero" else fitted.parameters)
+                maps = {**maps, b: fitted}
+                found.append((name, gone, maps))
         return found
+
+    def _swap_costs(self) -> dict[str, dict[Block, float]]:
+        """What it costs to replace each block alone by plain least squares, or to remove it.
+
+        As `howlinear swap` has measured, if it did for all blocks: that is on the text reported on,
+        to the advantage of the baselines. Else KL, which needs fewer tokens, on the other text.
+        """
+        names = {"swap": "delta_nll_plain", "zero": "delta_nll_zero"}
+        with suppress(ValueError):
+            swaps = {b["index"]: b for b in read_json(self.folder / "swap.json", "swap")["blocks"]}
+            if all(b.index in swaps for b in self.at):
+                return {n: {b: float(swaps[b.index][k]) for b in self.at} for n, k in names.items()}
+        variants = [(b, self._baseline(b, name)) for name in names for b in self.at]
+        costs = iter(self._swept("measuring baselines", variants))
+        return {name: {b: next(costs).kl for b in self.at} for name in names}
+
+    def _baseline(self, block: Block, name: str) -> Replacement:
+        if name == "zero":
+            return lambda x: x.new_zeros(*x.shape[:-1], block.d_out)
+        return self.run.maps[block.index].to(self.shop.like)
 
     def records(self, maps: Mapping[Block, Map], options: list[Option]) -> list[BlockCompression]:
         costs = {(o.index, o.rank, o.units): o.cost for o in options}

@@ -54,7 +54,8 @@ def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Ladder:
     while (left := int(alive.sum())) > 0:
         cost = D[at:].square().sum(1) / P.diagonal()[at:]
         cost[~alive] = torch.inf
-        count = GROUP if left > GROUP else -(-left // 2)  # by halves in the end
+        # In groups from the first multiple of GROUP on, and by halves in the end: 32, 16, 8, 4, ...
+        count = (left % GROUP or GROUP) if left > GROUP else left - left // 2
         J = cost.topk(count, largest=False).indices
         gone += J.tolist()
         alive[J] = False

@@ -1,0 +1,168 @@
+"""Budgets kept, plans followed, baselines beside them; on tiny models, where everything is quick."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+import tiny
+from howlinear import blocks, profile, swapped
+from howlinear.compress import Budget, compress_model
+from howlinear.installing import install_maps
+from howlinear.perplexity import compare
+from howlinear.records import BlockPlan
+from howlinear.swap import measure_swaps
+
+
+def sharpened(name):
+    """Random blocks write little; these write enough to be missed."""
+    model = tiny.model(name)
+    with torch.no_grad():
+        for block in blocks(model):
+            model.get_submodule(block.down).weight.mul_(30)
+    return model
+
+
+def written(model, windows, length=16):
+    """Text that the model itself writes: a changed model finds it harder."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 49, (windows, 1), generator=g)
+    with torch.no_grad():
+        for _ in range(length - 1):
+            p = model(input_ids=ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(p, 1, generator=g)], 1)
+    return ids
+
+
+FIT, CHOOSE, REPORT = written(sharpened("llama"), 800).split((700, 50, 50))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a tiny llama with blocks that matter."""
+    model = sharpened("llama")
+    folder = tmp_path_factory.mktemp("run")
+    profile(model, FIT).save(folder)
+    return folder
+
+
+def squeezed(run, budget=None, **options):
+    model = sharpened("llama")
+    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
+    return model, compress_model(model, run, budget, **texts, **options)
+
+
+def test_a_share_of_parameters_goes(run):
+    model, result = squeezed(run, Budget(parameters=0.3))
+    share = result.removed / result.feed_forward
+    assert 0.3 <= share < 0.45
+    assert result.feed_forward == 3 * 3 * 16 * 40
+    before = sum(p.numel() for p in model.parameters())
+    install_maps(model, result.maps)
+    assert before - sum(p.numel() for p in model.parameters()) == result.removed
+    left = sum(b.parameters_left for b in result.blocks)
+    assert left == result.feed_forward - result.removed
+
+
+def test_what_is_reported_is_what_the_swapped_model_costs(run):
+    model, result = squeezed(run, Budget(parameters=0.3))
+    again = compare(model, lambda: swapped(model, result.maps), REPORT)
+    assert result.change.delta_nll == pytest.approx(again.delta_nll, abs=1e-6)
+
+
+def test_a_perplexity_budget_is_kept_on_the_text_for_choosing(run):
+    model, result = squeezed(run, Budget(perplexity=0.3))
+    on_choose = compare(model, lambda: swapped(model, result.maps), CHOOSE)
+    assert on_choose.delta_nll <= math.log(1.3)
+    assert result.removed > 0
+
+
+def test_more_budget_removes_more(run):
+    removed = [squeezed(run, Budget(perplexity=p))[1].removed for p in (0.3, 1.0)]
+    assert removed[0] < removed[1]
+
+
+def test_a_budget_that_buys_nothing_is_told(run):
+    with pytest.raises(ValueError, match="no block can be replaced for 0.0% more") as error:
+        squeezed(run, Budget(perplexity=1e-9))
+    assert "--max-ppl-increase" in str(error.value)
+    with pytest.raises(ValueError, match="99.5% of the feed-forward parameters cannot go"):
+        squeezed(run, Budget(parameters=0.995))
+
+
+def test_baselines_stand_beside_it(run):
+    _, result = squeezed(run, Budget(parameters=0.5), curve=[0.2])
+    methods = {p.method for p in result.curve}
+    assert methods == {"ours", "swap", "r2", "zero"}
+    for name in methods:
+        removed = [p.removed for p in result.curve if p.method == name]
+        assert max(removed) >= 0.5 * result.feed_forward
+    zero = [p for p in result.curve if p.method == "zero"]
+    assert [p.removed for p in zero] == [1920 * (i + 1) for i in range(len(zero))]
+    data = result.to_dict()
+    assert data["kind"] == "compress"
+    assert {p["method"] for p in data["curve"]} == methods
+
+
+def test_baselines_go_by_the_swaps_that_the_run_has_measured(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    model = sharpened("llama")
+    swaps = measure_swaps(model, folder, choose=CHOOSE, report=REPORT)
+    swaps.save(folder)
+    costs = {b.index: b.delta_nll_plain for b in swaps.blocks}
+    _, result = squeezed(folder, at="0", units=0)
+    (first,) = [p for p in result.curve if p.method == "swap" and len(p.chosen) == 1]
+    assert list(first.chosen) == [min(costs, key=costs.get)]
+    assert first.change.delta_nll == pytest.approx(min(costs.values()), abs=1e-6)
+
+
+def test_named_blocks_become_one_matrix(run):
+    _, result = squeezed(run, at="0,2", units=0)
+    assert [(b.index, b.rank, b.units) for b in result.blocks if b.replaced] == [
+        (0, None, []),
+        (2, None, []),
+    ]
+    assert result.removed == 2 * (1920 - 16 * 16 - 16)
+
+
+def test_a_plan_is_followed_to_the_letter(run):
+    plan = [
+        BlockPlan(0, "model.layers.0.mlp", 2, 5),
+        BlockPlan(1, "model.layers.1.mlp", 0, 24),
+    ]
+    _, result = squeezed(run, plan=plan)
+    assert result.plan == plan
+    again = squeezed(run, plan=result.plan)[1]
+    assert again.change.delta_nll == pytest.approx(result.change.delta_nll, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (BlockPlan(9, "model.layers.9.mlp", None, 0), "block 9"),
+        (BlockPlan(0, "model.layers.1.mlp", None, 0), "not in the run"),
+        (BlockPlan(0, "model.layers.0.mlp", None, 41), "has 40"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused(run, entry, told):
+    with pytest.raises(ValueError, match=told):
+        squeezed(run, plan=[entry])
+
+
+def test_without_intercept_there_is_no_bias_and_its_price_is_told(run):
+    _, result = squeezed(run, at="1", units=0, intercept=False)
+    (fitted,) = result.maps.values()
+    assert not fitted.bias.any()
+    assert "without biases" in result.notes[-1]
+
+
+def test_models_that_predict_nothing_take_named_blocks(tmp_path):
+    model = tiny.model("bert")
+    profile(model, FIT).save(tmp_path)
+    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
+    result = compress_model(model, tmp_path, at="0", **texts)
+    assert result.change is None
+    assert result.removed > 0
+    with pytest.raises(ValueError, match="--blocks"):
+        compress_model(model, tmp_path, Budget(perplexity=0.05), **texts)
