@@ -1,6 +1,7 @@
 """One thread for tiny models, which more would only slow down; all of them for real ones."""
 
 import importlib.util
+import io
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,15 @@ def need(*packages):
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is missing: make test installs it")
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Code of exports goes nowhere but here, and nobody is there to be asked for trust."""
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 import tiny
 from howlinear import Affine, blocks, swapped
 from howlinear.affine import Factored, UnitMap
-from howlinear.export.narrow import narrowed
+from howlinear.export.narrow import check_exportable, narrowed, save
 from howlinear.units import taken
 
 # family -> the setting of its config that is the width; None: there is none
@@ -61,7 +61,7 @@ def swapped_output(model, name, maps):
 
 def reloaded(model, name, folder):
     """By stock transformers, without remote code; every tensor must have its place."""
-    model.save_pretrained(folder)
+    save(model, folder)
     auto = getattr(transformers, tiny.TINY[name].auto)
     loaded, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
@@ -225,6 +225,51 @@ def test_families_without_a_switch_cannot_be_given_biases():
     model = tiny.model("gemma")
     with pytest.raises(ValueError, match="gates of gemma have no biases"):
         narrowed(model, maps_of(model), add_biases=True)
+
+
+@pytest.mark.parametrize("name", [*UNGATED, "llama-bias"])
+def test_what_can_be_narrowed_is_known_beforehand(name):
+    check_exportable(tiny.model(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        *((name, {}, "gates of .* have no biases") for name in GATES_WITHOUT_BIAS),
+        *((name, {}, "no bias to hold the map's") for name in NO_BIAS_AFTER),
+        ("gpt2", {"activation_function": "relu2"}, r"act\(z\) - act\(-z\) = z"),
+        ("mixtral", {}, "no block of plain hidden units"),
+    ],
+)
+def test_what_cannot_be_narrowed_is_known_beforehand(name, settings, reason):
+    with pytest.raises(ValueError, match=rf"{reason}.* use --export hf"):
+        check_exportable(tiny.model(name, **settings))
+
+
+def test_biases_that_may_be_added_are_known_beforehand():
+    check_exportable(tiny.model("llama"), add_biases=True)
+    with pytest.raises(ValueError, match="gates of gemma have no biases"):
+        check_exportable(tiny.model("gemma"), add_biases=True)
+
+
+def test_only_classes_of_transformers_load_without_code():
+    class Mine(transformers.GPT2LMHeadModel):
+        pass
+
+    with pytest.raises(ValueError, match="Mine is not a class of transformers"):
+        check_exportable(Mine(tiny.model("gpt2").config))
+
+
+def test_settings_of_generation_are_written_as_they_came(tmp_path):
+    model = tiny.model("gpt2")
+    model.generation_config.temperature = 0.5  # without do_sample: save_pretrained refuses it
+    small, _ = narrowed(model, maps_of(model))
+    with pytest.raises(ValueError, match="temperature"):
+        small.save_pretrained(tmp_path)
+    save(small, tmp_path)
+    assert small.generation_config.temperature == 0.5
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.generation_config.temperature == 0.5
 
 
 def test_experts_are_refused():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from howlinear import Affine, blocks, swapped
 from howlinear.affine import Factored, UnitMap
-from howlinear.export.nemotron_nas import ffn_mult, read_back, save, width_of
+from howlinear.export.nemotron_nas import check_exportable, ffn_mult, read_back, save, width_of
 from howlinear.units import taken
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256}
@@ -176,8 +176,8 @@ def test_widths_do_not_matter_if_no_block_has_one(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("qwen2", {}, "no llama and no mistral"),
-        ("gemma", {}, "no llama and no mistral"),
+        ("qwen2", {}, "no llama and no mistral that predicts text"),
+        ("gemma", {}, "no llama and no mistral that predicts text"),
         ("mistral", {"sliding_window": 4}, "sliding window"),
         ("llama", {"attention_bias": True}, "attention has biases"),
         ("llama", {"mlp_bias": True}, "feed-forward blocks have biases"),
@@ -187,9 +187,29 @@ def test_widths_do_not_matter_if_no_block_has_one(tmp_path):
 )
 def test_what_is_no_llama_is_refused(name, settings, reason, tmp_path):
     model = made(name, **settings)
-    with pytest.raises(ValueError, match=rf"{reason}; use --export hf"):
-        save(model, {}, tmp_path / "out")
+    for refused in (lambda: save(model, {}, tmp_path / "out"), lambda: check_exportable(model)):
+        with pytest.raises(ValueError, match=rf"{reason}; use --export hf"):
+            refused()
     assert not (tmp_path / "out").exists()
+
+
+def test_what_can_be_written_is_known_beforehand():
+    for name, settings in VARIANTS.values():
+        check_exportable(made(name, **settings))
+    with pytest.raises(ValueError, match="would make it 256; use"):
+        check_exportable(made(intermediate_size=40))
+    with pytest.raises(ValueError, match="that predicts text; use"):
+        check_exportable(made().model)
+
+
+def test_rotations_are_not_rounded_with_the_weights(tmp_path):
+    model = made(head_dim=None, hidden_size=128, num_attention_heads=2)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    assert not torch.equal(frequencies.bfloat16().float(), frequencies)  # a control
+    save(model.bfloat16(), {}, tmp_path)
+    loaded = read_back(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.model.rotary_emb.inv_freq, frequencies)
 
 
 def test_maps_that_are_not_one_matrix_are_refused(tmp_path):

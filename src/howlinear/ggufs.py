@@ -106,15 +106,23 @@ def _walk_gguf(data: mmap.mmap) -> dict[str, Any]:
     return header
 
 
-def file_type(path: Path) -> str:
+def file_type(path: Path, header: dict[str, Any] | None = None) -> str:
     """How the file is quantised, such as "Q4_1", by its metadata or else by its name."""
     from gguf import LlamaFileType
 
     try:
-        kind = LlamaFileType(read_header(path).get("general.file_type")).name
+        kind = LlamaFileType((header or read_header(path)).get("general.file_type")).name
     except ValueError:
         return path.stem.rsplit(".", 1)[-1]
     return kind.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
+def stored_dtype(path: Path, header: dict[str, Any]) -> Any:
+    """The torch dtype that holds its weights: their own, or bfloat16 where they are quantised."""
+    import torch
+
+    known = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return known.get(file_type(path, header).upper(), torch.bfloat16)
 
 
 @contextmanager

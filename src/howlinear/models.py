@@ -59,14 +59,16 @@ def load(
         raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
     source = _locate(name, revision)
     header = ggufs.read_header(source.gguf) if source.gguf else {}
-    with _quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
+    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
         config = _config(source, trust_remote_code)
+        stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
         model = _weights(source, config, dtype, trust_remote_code, allow_pickle)
         tokenizer = _tokenizer(source, trust_remote_code)
     if source.gguf:
         ggufs.forget_quantization(model)
         ggufs.complete_tokenizer(tokenizer, header)
     model.config._commit_hash = source.commit
+    model.stored_dtype = stored  # whatever it is computed in, an export is stored as its source was
     if tokenizer is not None:  # windows are cut elsewhere: "sequence longer than ..." is no news
         warned = getattr(tokenizer, "deprecation_warnings", {})
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -249,6 +251,9 @@ def _model_class(source: _Source, config: Any, trust_remote_code: bool) -> Any:
     named = (getattr(config, "architectures", None) or [None])[0]
     own_code = getattr(config, "auto_map", None) or {}
     if own_code and trust_remote_code:
+        for auto, path in own_code.items():
+            if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == named:
+                return getattr(transformers, auto, transformers.AutoModel)
         causal = "AutoModelForCausalLM" in own_code or "AutoModel" not in own_code
         return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     known = getattr(transformers, str(named), None)
@@ -297,6 +302,15 @@ def _explained(err: Exception, source: _Source, what: str) -> ValueError:
     return ValueError(f"{name}: {what} ({type(err).__name__}: {one_line(err)}): {again}")
 
 
+def _stored(config: Any) -> Any:
+    """The dtype of a checkpoint by its config, or by a part of it; float32 where nobody says."""
+    import torch
+
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    said = (getattr(part, "dtype", None) for part in parts)
+    return next((d for d in said if d in (torch.bfloat16, torch.float16)), torch.float32)
+
+
 def _dtype(dtype: Any) -> Any:
     import torch
 
@@ -331,7 +345,7 @@ def _device(device: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No load reports and no loading bars: problems are raised or logged. Downloads keep bars."""
     from huggingface_hub import utils as hub
     from transformers.utils import logging as hf

@@ -192,13 +192,16 @@ class _StandIn:
         block, shop = self.block, self.shop
         flat = x.reshape(-1, block.d_in)
         weight = shop.weights[block]
-        rows = _moments(block, flat, wanted.reshape(-1, block.d_out), weight, self.hidden)
-        every = range(len(self.units))
-        fitted = joint_map(
-            rows, block.d_in, every, self.rank, self.hidden, intercept=shop.intercept
-        ).to(shop.like)
+        y, alone = wanted.reshape(-1, block.d_out), self.rank == 0 and self.hidden is not None
+        rows = _moments(block, flat, y, weight, self.hidden, alone)
+        d, every = 0 if alone else block.d_in, range(len(self.units))
+        fitted = joint_map(rows, d, every, self.rank, self.hidden, intercept=shop.intercept)
         if isinstance(fitted, UnitMap):  # by their numbers in the block
             fitted = replace(fitted, units=self.units)
+            if alone and isinstance(fitted.affine, Factored):
+                nothing = fitted.write.new_zeros(0, block.d_in)
+                fitted = replace(fitted, affine=replace(fitted.affine, into=nothing))
+        fitted = fitted.to(shop.like)
         self.maps[block] = fitted
         if self.progress is not None:
             self.progress(len(flat))
@@ -220,12 +223,18 @@ def _weights(rows: Rows) -> Tensor:
 
 
 def _moments(
-    block: Block, x: Tensor, y: Tensor, weight: Tensor, hidden: nn.Module | None
+    block: Block,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    hidden: nn.Module | None,
+    alone: bool = False,
 ) -> Moments:
-    """Of [x, hidden units] and y."""
+    """Of [x, hidden units], or hidden units alone, and y."""
     rows = None
     for xs, ys, w in zip(x.split(CHUNK), y.split(CHUNK), weight.split(CHUNK), strict=True):
-        joint = xs if hidden is None else torch.cat([xs, hidden(xs)], 1)
+        parts = ([] if alone else [xs]) + ([] if hidden is None else [hidden(xs)])
+        joint = torch.cat(parts, 1)
         rows = rows or Moments(joint.shape[1], block.d_out)
         rows.update(joint, ys, w)
     assert rows is not None

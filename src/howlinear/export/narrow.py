@@ -1,7 +1,7 @@
 """Maps written exactly into narrow blocks of the model's own kind: a checkpoint without any code.
 
     small, notes = narrowed(model, {block: affine})  # the same class, another width in its config
-    small.save_pretrained(folder)                    # plain `from_pretrained` loads it, anywhere
+    save(small, folder)                              # plain `from_pretrained` loads it, anywhere
 
 A map W x + b with W = B A of rank r is a handful of stock hidden units, and units of the original
 that a map keeps go beside them as they are:
@@ -26,12 +26,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howlinear.affine import Affine, Factored, UnitMap
+from howlinear.export.folders import write_generation
 from howlinear.families import Block, Chain, blocks, projection_shape
 from howlinear.units import rebuilt, taken, weight_of
 
@@ -49,11 +51,9 @@ def narrowed(
     `add_biases` lets families whose config has `mlp_bias` (llama, smollm3, granite, ...) turn it
     on: still a stock model, but one that an engine must read `mlp_bias` to run. O(parameters).
     """
-    config: Any = copy.deepcopy(model.config)
-    if add_biases and getattr(config, "mlp_bias", None) is False:
-        config.mlp_bias = True
+    config = _config(model, add_biases)
     shell = _shell(model, config)
-    own = _dense(model)
+    own = dict(_dense(model))
     strangers = [block for block in maps if block not in own]
     if strangers:
         raise ValueError(f"{_name(strangers[0])} has no plain hidden units: {INSTEAD}")
@@ -64,6 +64,45 @@ def narrowed(
     made = _filled(model, config, units)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (model, made))
     return made, [*notes, f"parameters: {before:,} before, {after:,} now"]
+
+
+def check_exportable(model: nn.Module, *, add_biases: bool = False) -> None:
+    """Refuse, before hours of work, a family that holds no map: one of rank 1 is tried on a block."""
+    import transformers
+
+    kind = type(model)
+    if getattr(transformers, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"{kind.__name__} is not a class of transformers, as narrow asks: {INSTEAD}"
+        )
+    if getattr(model.config, "quantization_config", None):
+        raise ValueError(f"{kind.__name__} is quantised and cannot be exported: load dense weights")
+    shell = _shell(model, _config(model, add_biases))
+    for block, own in _dense(model):
+        row, column = (own.writes.new_ones(size) for size in ((1, block.d_in), (block.d_out, 1)))
+        _embedded(model, shell, block, own, Factored(row, column, column[:, 0]))
+        return
+    raise ValueError(f"{_family(model)} has no block of plain hidden units: {INSTEAD}")
+
+
+def save(small: Any, folder: Path) -> None:
+    """As transformers does, under the names that engines know, but for what it refuses to write."""
+    kept = getattr(small, "generation_config", None)
+    try:
+        if kept is not None:
+            small.generation_config = type(kept)()
+        small.save_pretrained(folder)
+    finally:
+        small.generation_config = kept
+    write_generation(small, folder)
+
+
+def _config(model: nn.Module, add_biases: bool) -> Any:
+    config: Any = copy.deepcopy(model.config)
+    if add_biases and getattr(config, "mlp_bias", None) is False:
+        config.mlp_bias = True
+    vars(config).pop("auto_map", None)  # a stock model has no code of its own
+    return config
 
 
 # ------------------------------------------------------------------------------------- units
@@ -104,9 +143,8 @@ def _longer(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
-def _dense(model: nn.Module) -> dict[Block, Units]:
+def _dense(model: nn.Module) -> Iterator[tuple[Block, Units]]:
     """The blocks that consist of plain hidden units, and these. Experts are left out."""
-    found = {}
     for block in blocks(model):
         try:
             taken(model, block, [0])  # do units come out alone? tried on random rows
@@ -116,8 +154,7 @@ def _dense(model: nn.Module) -> dict[Block, Units]:
         for path, parts in _projections(model, block):
             weight, bias = _weights(model, path)
             reads += zip(weight.chunk(parts), bias.chunk(parts), strict=True)
-        found[block] = Units(tuple(reads), *_weights(model, str(block.down)))
-    return found
+        yield block, Units(tuple(reads), *_weights(model, str(block.down)))
 
 
 def _projections(model: nn.Module, block: Block) -> list[tuple[str, int]]:

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from howlinear.affine import Affine, Factored, UnitMap
+from howlinear.export.folders import write_generation
 from howlinear.families import Block, blocks
 
 Map = Affine | Factored | UnitMap
@@ -92,9 +92,7 @@ def save(model: nn.Module, maps: Mapping[Block, Map], folder: str | Path) -> lis
     save_torch_state_dict(tensors, folder)
     (folder / "configuration_decilm.py").write_text(CONFIGURATION)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
+    write_generation(model, folder)
     return [
         f"{len(maps)} of {config['num_hidden_layers']} blocks are linear: for TensorRT-LLM as it is, "
         "for mlx-lm with mlp.linear_mlp renamed mlp.linear; vLLM and llama.cpp cannot run them"
@@ -106,7 +104,7 @@ def checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and the tensors, nothing written yet."""
     config: Any = model.config
-    _check_family(config)
+    _check_family(model, config)
     known = blocks(model)
     for block, fitted in maps.items():
         if block not in known:
@@ -142,11 +140,27 @@ def width_of(multiple: float, d: int) -> int:
     return -(-int(2 * multiple * d / 3) // MULTIPLE) * MULTIPLE
 
 
-def _check_family(config: Any) -> None:
+def check_exportable(model: nn.Module) -> None:
+    """Refuse, before hours of work, what `save` would refuse whatever the maps are.
+
+    Widths count too, although they would not matter if every block were replaced.
+    """
+    config: Any = model.config
+    _check_family(model, config)
+    ffn_mult(config.intermediate_size, config.hidden_size)
+
+
+def _check_family(model: nn.Module, config: Any) -> None:
     """Is this a Llama in all that the format does not say?"""
-    kind, d, heads = config.model_type, config.hidden_size, config.num_attention_heads
+    kind = config.model_type
+    if type(model).__name__ not in ("LlamaForCausalLM", "MistralForCausalLM"):
+        raise ValueError(
+            f"{kind} cannot be written as nemotron-nas: it is no llama and no mistral that "
+            f"predicts text; {INSTEAD}"
+        )
+    d, heads = config.hidden_size, config.num_attention_heads
     wrong = {
-        "it is no llama and no mistral": kind not in ("llama", "mistral"),
+        "it is quantised": bool(getattr(config, "quantization_config", None)),
         "its attention has a sliding window": getattr(config, "sliding_window", None) is not None,
         "it rotates a part of each head only": (
             config.rope_parameters.get("partial_rotary_factor", 1) != 1
@@ -224,7 +238,7 @@ def _tensors(model: nn.Module, tied: bool, maps: Mapping[Block, Map]) -> dict[st
 def read_back(folder: str | Path) -> nn.Module:
     """A stock Llama built from nothing but the folder, as an engine would: to verify an export."""
     from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     said = json.loads((Path(folder) / "config.json").read_text())
     d, heads, layers = said["hidden_size"], said["num_attention_heads"], said["block_configs"]
@@ -239,8 +253,11 @@ def read_back(folder: str | Path) -> nn.Module:
         state |= load_file(file)
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    loaded: nn.Module = model.to(getattr(torch, said["dtype"])).eval()
-    loaded.load_state_dict(state, strict=True)
+    # Assigned: model.to(dtype) would round frequencies of rotary positions as well.
+    model.load_state_dict(state, strict=True, assign=True)
+    if (Path(folder) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    loaded: nn.Module = model.requires_grad_(False).eval()
     return loaded
 
 

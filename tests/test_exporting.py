@@ -1,0 +1,228 @@
+"""From a compression to a folder: measured as stored, told in the card, or nothing is written."""
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from howlinear import Affine, blocks, exporting, load, swapped
+from howlinear.affine import Factored
+from howlinear.compress import Compression
+from howlinear.export.nemotron_nas import read_back
+from howlinear.perplexity import compare, text_loss
+from howlinear.plan import from_dict
+from howlinear.records import BlockCompression, read_json
+from test_export_nemotron_nas import SIZES
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+REPORT = torch.randint(3, tiny.VOCABULARY, (6, 16), generator=torch.Generator().manual_seed(0))
+
+
+def maps_of(model, bias=True):
+    """Matrices, but for the last block, which stays."""
+    g = torch.Generator().manual_seed(0)
+    return {
+        b: Affine(torch.randn(b.d_out, b.d_in, generator=g) / 8, torch.ones(b.d_out) * bias, b.d_in)
+        for b in blocks(model)[:-1]
+    }
+
+
+def compression(model, maps, change=True):
+    sizes = {b: sum(p.numel() for p in model.get_submodule(b.path).parameters()) for b in maps}
+    found = [
+        BlockCompression(b.index, b.path, 1, None, [], sizes[b], m.parameters, None)
+        for b, m in maps.items()
+    ]
+    return Compression(
+        blocks=found,
+        maps=maps,
+        change=compare(model, lambda: swapped(model, maps), REPORT) if change else None,
+        removed=sum(sizes[b] - m.parameters for b, m in maps.items()),
+        feed_forward=sum(sizes.values()),
+        parameters=sum(p.numel() for p in model.parameters()),
+        target="own",
+        curve=[],
+        options=[],
+        settings={},
+        notes=["something *worth* knowing"],
+        about={"command": "howlinear compress x", "corpus": {"name": "a|b", "report": "test"}},
+    )
+
+
+def made(name, dtype=torch.bfloat16, **settings):
+    model = tiny.model(name, **settings)
+    model.stored_dtype = dtype
+    return model
+
+
+def write(model, result, out, kind, **options):
+    exporting.write_export(model, None, result, out, kind, "org/name", REPORT, **options)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.model_info", lambda *a, **k: 1 / 0)
+
+
+@pytest.fixture
+def unverified(monkeypatch):
+    """What the new process would be asked; it takes seconds to start."""
+    asked = []
+    monkeypatch.setattr(exporting, "verify", lambda *given: asked.append(given))
+    return asked
+
+
+KINDS = {
+    "hf": ("llama", {}, lambda folder: load(str(folder), trust_remote_code=True)[0]),
+    "narrow": ("gpt2", {}, lambda folder: load(str(folder))[0]),
+    "nemotron-nas": ("llama", SIZES, lambda folder: read_back(folder).float()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_way(kind, tmp_path):
+    name, settings, loaded_from = KINDS[kind]
+    model = made(name, **settings)
+    result = compression(model, maps_of(model, bias=kind != "nemotron-nas"))
+    write(model, result, tmp_path / "out", kind)
+    folder, told = tmp_path / "out", result.exported
+    assert [p.name for p in tmp_path.iterdir() if p.name != "modules"] == ["out"]
+    loaded = loaded_from(folder)
+    loss = text_loss(loaded, REPORT)
+    assert told["perplexity"] == pytest.approx(loss.perplexity, rel=1e-6)
+    assert told["perplexity_se"] == pytest.approx(loss.perplexity_se, rel=1e-5)
+    gained = loss.perplexity - result.change.original.perplexity
+    assert told["delta_ppl"] == pytest.approx(gained, rel=1e-5)
+    assert loss.perplexity != result.change.changed.perplexity  # rounding is a change
+    assert told["parameters"] == sum(p.numel() for p in loaded.parameters())
+    assert (told["kind"], told["folder"], told["dtype"]) == (kind, "out", "bfloat16")
+    size = (folder / "model.safetensors").stat().st_size
+    assert told["bytes"] == size
+    assert 0 < size - 2 * told["parameters"] < 8192
+    assert read_json(folder / "compress.json", "compress")["exported"] == told
+    assert len(from_dict(read_json(folder / "plan.json", "plan"))) == len(result.maps)
+    if kind == "hf":
+        assert told["parameters"] == result.parameters - result.removed
+    elif kind == "narrow":
+        assert "which was not replaced" in told["notes"][0]
+    assert_card(folder, result)
+
+
+def assert_card(folder, result):
+    text, told = (folder / "README.md").read_text(), result.exported
+    measured = f"{told['perplexity']:.3f} ± {told['perplexity_se']:.3f}"
+    assert f"| perplexity | {result.change.original.perplexity:.3f} ± " in text
+    assert f" | {measured} | {told['delta_ppl']:+.3f} ± " in text
+    assert "windows of 16, first token not predicted; 90 tokens of a\\|b test" in text
+    assert f"| parameters | {result.parameters:,} | {told['parameters']:,} |" in text
+    assert "something \\*worth\\* knowing" in text
+    assert f"{len(result.maps)} of the {len(result.maps) + 1} feed-forward blocks" in text
+    for b in result.blocks:
+        assert (
+            f"| {b.index} {b.path} | a matrix | {b.parameters_left:,} | {b.parameters:,} |" in text
+        )
+
+
+def test_no_perplexity_is_made_up_for_models_that_predict_nothing(tmp_path, unverified):
+    model = made("t5", torch.float32)
+    write(model, compression(model, maps_of(model), change=False), tmp_path / "out", "hf")
+    told = json.loads((tmp_path / "out" / "compress.json").read_text())
+    assert told["exported"]["perplexity"] is None
+    assert told["exported"]["dtype"] == "float32"
+    assert "erplexity" not in (tmp_path / "out" / "README.md").read_text()
+    (_, same, inputs, kind) = unverified[0]
+    assert (same, kind) == (model, "hf")
+    assert {name: tuple(ids.shape) for name, ids in inputs.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "decoder_input_ids"), (2, 16)
+    )
+    with torch.no_grad():
+        model(**inputs)
+
+
+def test_what_became_of_blocks_is_told_in_words(tmp_path, unverified):
+    model = made("llama")
+    zero = torch.zeros(16)
+    low = {
+        b: Factored(torch.ones(2 * b.index, 16), torch.ones(16, 2 * b.index), zero)
+        for b in blocks(model)[:2]
+    }
+    result = compression(model, low)
+    first, second = result.blocks
+    result.blocks[:] = [
+        BlockCompression(**first.to_dict() | {"rank": 0, "units": [3, 1]}),
+        BlockCompression(**second.to_dict() | {"rank": 2, "units": [5]}),
+        BlockCompression(**second.to_dict() | {"index": 2, "replaced": 0}),
+    ]
+    write(model, result, tmp_path / "out", "hf")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "| 0 model.layers.0.mlp | 2 of its hidden units |" in text
+    assert "| 1 model.layers.1.mlp | a matrix of rank 2 and 1 of its hidden units |" in text
+    assert "| 2 model" not in text
+
+
+# ---------------------------------------------------------------------------------- nothing
+
+
+@pytest.mark.parametrize("moment", ["add_files", "verify", "card"])
+def test_an_interrupt_leaves_nothing(moment, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    model = made("llama")
+    result = compression(model, maps_of(model))
+    monkeypatch.setattr(exporting, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(model, result, tmp_path / "out", "hf")
+    assert list(tmp_path.iterdir()) == []
+    assert result.exported == {}
+
+
+REFUSED = {
+    "narrow": ("llama", "gates of llama have no biases"),
+    "nemotron-nas": ("qwen2", "no llama and no mistral"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refusal_writes_nothing_and_leaves_the_model(kind, tmp_path):
+    name, why = REFUSED[kind]
+    model = made(name)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    result = compression(model, maps_of(model))
+    with pytest.raises(ValueError, match=why):
+        exporting.check(model, kind)
+    with pytest.raises(ValueError, match=why):
+        write(model, result, tmp_path / "out", kind)
+    assert list(tmp_path.iterdir()) == []
+    assert result.exported == {}
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_each_kind_is_checked_by_its_own_rules():
+    exporting.check(made("qwen2"), "hf")
+    exporting.check(made("gpt2"), "narrow")
+    exporting.check(made("llama"), "narrow", add_biases=True)
+    exporting.check(made("llama", **SIZES), "nemotron-nas")
+
+
+def test_other_windows_than_those_of_the_change_are_refused(tmp_path):
+    model = made("llama")
+    result = compression(model, maps_of(model))
+    with pytest.raises(ValueError, match="not those that the change was measured on"):
+        exporting.write_export(model, None, result, tmp_path / "out", "hf", "x/y", REPORT[:3])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ValueError, match="is not empty"):
+        exporting.check_free(tmp_path)
+
+
+def test_nothing_is_printed(tmp_path, unverified, capfd):
+    model = made("gpt2")
+    write(model, compression(model, maps_of(model)), tmp_path / "out", "narrow")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
