@@ -84,10 +84,10 @@ def test_more_budget_removes_more(run):
 
 
 def test_a_budget_that_buys_nothing_is_told(run):
-    with pytest.raises(ValueError, match="no block can be replaced for 0.0% more") as error:
+    with pytest.raises(ValueError, match=r"no block can be replaced for 0\.0% more") as error:
         squeezed(run, Budget(perplexity=1e-9))
     assert "--max-ppl-increase" in str(error.value)
-    with pytest.raises(ValueError, match="99.5% of the feed-forward parameters cannot go"):
+    with pytest.raises(ValueError, match=r"99\.5% of the feed-forward parameters cannot go"):
         squeezed(run, Budget(parameters=0.995))
 
 

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from howlinear.records import KINDS, SAFETY, BlockProbe, BlockProfile, BlockSwap, kind_of, safety_of
+from howlinear.records import (
+    KINDS,
+    SAFETY,
+    BlockCompression,
+    BlockPlan,
+    BlockProbe,
+    BlockProfile,
+    BlockSwap,
+    kind_of,
+    safety_of,
+)
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,7 +41,7 @@ def test_readme_commands_exist():
     from howlinear.cli import app
 
     lines = re.findall(r"^howlinear (\w+) (.*?)(?:#.*)?$", README, re.M)
-    assert {command for command, _ in lines} == {"profile", "swap", "probe"}
+    assert {command for command, _ in lines} == {"profile", "swap", "probe", "compress", "bench"}
     for command, rest in lines:
         known = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
         assert all(flag in known for flag in re.findall(r"(?<!\S)--?[a-z-]+", rest)), rest
@@ -39,7 +49,7 @@ def test_readme_commands_exist():
 
 def test_every_field_and_kind_is_documented():
     text = (ROOT / "docs" / "fields.md").read_text()
-    records = (BlockProfile, BlockSwap, BlockProbe)
+    records = (BlockProfile, BlockSwap, BlockProbe, BlockPlan, BlockCompression)
     assert all(f"`{f.name}`" in text for record in records for f in fields(record))
     assert all(word in text for word in (*KINDS, *SAFETY))
 

@@ -380,6 +380,14 @@ def show_compression(
             f"{change['delta_ppl']:+.2f} ± {change['delta_ppl_se']:.2f}), {change['protocol']}, "
             f"{change['tokens']} tokens that nothing else has read"
         )
+    if (made := data["exported"]) is not None:
+        stored = "" if made["perplexity"] is None else f", perplexity {made['perplexity']:.2f} so"
+        console.print(
+            f"written in {made['dtype']}: {made['parameters']:,} parameters, "
+            f"{made['bytes'] / 1e6:.0f} MB{stored}; loaded again in a new process, it agrees"
+        )
+        for note in made["notes"]:
+            console.print(plain(f"note: {note}"))
     if len({p["method"] for p in data["curve"]}) > 1:
         _show_curve(console, data["curve"])
     for note in data["notes"]:

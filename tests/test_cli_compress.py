@@ -1,0 +1,106 @@
+"""`howlinear compress` and `howlinear bench`, as a user types them, on a tiny model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from howlinear import blocks, load
+
+
+@pytest.fixture(scope="module")
+def copied(little, tmp_path_factory):
+    """The run in a folder of its own: compress adds to it."""
+    return shutil.copytree(little / "run", tmp_path_factory.mktemp("compress") / "run")
+
+
+@pytest.fixture
+def squeezed(copied, here, tmp_path):
+    def call(*args):
+        done = here("compress", copied, "--tokens", 512, *args)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return call
+
+
+def test_a_smaller_model_is_written_loads_and_says_how_it_was_made(squeezed, copied, tmp_path):
+    out = tmp_path / "small"
+    done = squeezed("-o", out, "--remove-params", "30%", "--no-baselines")
+    assert "blocks replaced" in done.stdout
+    assert "tokens that nothing else has read" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80 or str(out) in done.stdout
+    names = {p.name for p in out.iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "plan.json", "compress.json"} <= names
+    record = json.loads((out / "compress.json").read_text())
+    assert record["command"].startswith("howlinear compress ")
+    assert record["removed"] >= 0.3 * record["feed_forward"]
+    model, tokenizer = load(out, trust_remote_code=True)
+    assert tokenizer is not None
+    assert len(blocks(model)) == 3
+    assert sum(p.numel() for p in model.parameters()) == record["exported"]["parameters"]
+    assert record["exported"]["parameters"] == record["parameters"] - record["removed"]
+    assert json.loads((copied / "compress.json").read_text())["removed"] == record["removed"]
+
+
+def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):
+    squeezed("--dry-run", "--blocks", "0,2", "--keep-units", 2, "--no-baselines")
+    plan = json.loads((copied / "plan.json").read_text())
+    assert [(b["index"], b["rank"], b["units"]) for b in plan["blocks"]] == [
+        (0, None, 2),
+        (2, None, 2),
+    ]
+    plan["blocks"] = [plan["blocks"][1] | {"rank": 3, "units": 8}]
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(plan))
+    done = squeezed("--dry-run", "--plan", mine, "--no-baselines", "--json")
+    (replaced,) = [b for b in json.loads(done.stdout)["blocks"] if b["replaced"]]
+    assert (replaced["index"], replaced["rank"], len(replaced["units"])) == (2, 3, 8)
+
+
+def test_baselines_are_in_the_table(squeezed):
+    done = squeezed("--dry-run", "--blocks", "1", "--keep-units", 0)
+    for method in ("refitted", "cheapest swaps", "highest R2", "blocks removed"):
+        assert method in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ((), "Name a folder with -o"),
+        (("--dry-run", "--remove-params", "20%", "--blocks", "1"), "--remove-params and --blocks"),
+        (("--dry-run", "--remove-params", "lots"), "write 5% or 0.05"),
+        (("--dry-run", "--max-ppl-increase", "-1%"), "write 5% or 0.05"),
+        (("--dry-run", "--rank", "some", "--blocks", "1"), "--rank 'some'"),
+        (("--dry-run", "--blocks", "7"), "0-2"),
+        (("--dry-run", "--plan", "nowhere.json"), "nowhere.json does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(copied, complaint, args, told):
+    assert told in complaint("compress", copied, *args)
+
+
+def test_a_folder_that_holds_something_is_left_alone(copied, complaint, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    assert "is not empty" in complaint("compress", copied, "-o", tmp_path, "--blocks", "1")
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_export_that_cannot_be_is_told_before_the_work(copied, complaint, tmp_path):
+    out = tmp_path / "out"
+    told = complaint("compress", copied, "-o", out, "--blocks", "1", "--export", "narrow")
+    assert "--export hf" in told
+    assert not out.exists()
+
+
+def test_bench_prints_both_models(little, here):
+    model = little / "model"
+    short = ("--max-length", 32, "--new-tokens", 4, "--repeats", 3)
+    done = here("bench", model, "--against", model, *short)
+    assert done.returncode == 0, done.stderr
+    assert "prefill tokens/s" in done.stdout
+    data = json.loads(here("bench", model, *short, "--json").stdout)
+    assert data["kind"] == "bench"
+    assert data["speeds"][0]["prefill"]["median"] > 0
+    assert torch.isfinite(torch.tensor(data["speeds"][0]["decode"]["median"]))
