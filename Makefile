@@ -11,17 +11,22 @@ demo: .venv/demo.stamp
 	$(BIN)/howlinear swap runs/demo --blocks 11,28
 
 test: .venv/test.stamp lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/test.stamp
+bench: .venv/test.stamp runs/demo/profile.json
 	$(BIN)/python benchmarks/profile.py
 	$(BIN)/python benchmarks/swap.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/compress.py runs/demo
+
+runs/demo/profile.json: .venv/demo.stamp
+	$(BIN)/howlinear profile --out runs/demo
 
 # torch goes first and by its exact pin: a looser request may bring gigabytes of CUDA libraries.
 .venv/demo.stamp: pyproject.toml constraints.txt

@@ -33,7 +33,7 @@ def test_the_ground_floor_imports_no_sibling(name):
     assert siblings(name) == set()
 
 
-@pytest.mark.parametrize("name", ["records", "terminal", "cli"])
+@pytest.mark.parametrize("name", ["records", "plan", "terminal", "cli"])
 def test_torch_is_not_needed_for_reading_results(name):
     top = {
         n
