@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howlinear import plan
-from howlinear.plan import Option, after, descent, hull, saving, within
+from howlinear.plan import Option, after, descent, expected, hull, saving, within
 
 
 def option(index, saved, cost):
@@ -35,6 +35,18 @@ def test_steps_come_in_order_of_what_a_parameter_costs():
     assert saving(path, 10) == 1
     assert saving(path, 11) == 2
     assert saving(path, 999) == 3
+
+
+def test_costs_between_measured_ones_follow_power_laws():
+    known = [(0.1, 0.02), (0.4, 0.32)]  # four times the rest, sixteen times the cost
+    assert expected(known, 0.1) == pytest.approx(0.02)
+    assert expected(known, 0.2) == pytest.approx(0.08)
+    assert expected(known, 0.05) == pytest.approx(0.01)  # beyond them, in proportion
+    assert expected(known, 0.8) == pytest.approx(0.64)
+    assert expected(known, 0.0) == 0.0
+    assert expected([], 0.3) == 0.0
+    assert expected([(0.2, 0.1)], 0.4) == pytest.approx(0.2)
+    assert expected([(0.2, -0.1), (0.3, 0.3)], 0.1) == pytest.approx(0.1)  # noise is left out
 
 
 costs = st.floats(0, 1, allow_nan=False)

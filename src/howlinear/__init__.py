@@ -33,6 +33,8 @@ _HOME = {
     "evaluate": "evaluation",
     "swap_costs": "sweeps",
     "probe": "probing",
+    "compress_model": "compress",
+    "install_maps": "installing",
 }
 
 __all__ = [
@@ -42,8 +44,10 @@ __all__ = [
     "Profile",
     "blocks",
     "compare",
+    "compress_model",
     "evaluate",
     "fit",
+    "install_maps",
     "load",
     "probe",
     "profile",
@@ -57,9 +61,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from howlinear.affine import Affine, fit, score
+    from howlinear.compress import compress_model
     from howlinear.corpus import windows
     from howlinear.evaluation import evaluate
     from howlinear.families import blocks, swapped, tap
+    from howlinear.installing import install_maps
     from howlinear.models import load
     from howlinear.moments import TSQR, Moments
     from howlinear.perplexity import compare, text_loss

@@ -457,6 +457,7 @@ def compress(
     choose, report = (
         _held_out(part, tokenizer, cut, tokens, bos)[0] for part in (text.choose(), text.report())
     )
+    _room_for_batch(net, run, fit.numel())
     plain = export is Export.nemotron_nas  # which has no place for biases, factors and units
     with progress_bars() as begin:
         result = compress_model(
@@ -797,6 +798,23 @@ def _room_for_rows(net: Any, at: Any, counts: list[int]) -> int | None:
     say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
     say(f"{together} block{'s' * (together > 1)} at a time, {needed / 1e9:.1f} GB of memory")
     return memory
+
+
+def _room_for_batch(net: Any, run: Path, tokens: int) -> None:
+    """Say what running a whole text at once takes, and refuse what memory cannot hold."""
+    from howlinear.profiling import Profile
+    from howlinear.refitting import memory
+    from howlinear.swap import match
+    from howlinear.units import hidden_count
+
+    at = [b for b, _ in match(net, Profile.load(run), None)]
+    needed, room = memory(at, {b: hidden_count(net, b) for b in at}, tokens), available_memory()
+    if room is not None and needed > room:
+        raise ValueError(
+            f"fitting on {tokens} tokens at once needs {needed / 1e9:.1f} GB of memory and "
+            f"{room / 1e9:.1f} GB are free: profile fewer --tokens"
+        )
+    say(f"{tokens} tokens to fit on; about {needed / 1e9:.1f} GB of memory")
 
 
 def available_memory() -> int | None:

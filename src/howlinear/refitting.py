@@ -40,6 +40,13 @@ Map = Affine | Factored | UnitMap
 Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidden units kept
 
 
+def memory(at: Sequence[Block], hidden: Mapping[Block, int], rows: int) -> int:
+    """About how many bytes it takes to run all rows at once, twice for the stream, and to fit."""
+    widest = max(at, key=lambda b: b.d_in + hidden[b])
+    d, m = max(widest.d_in, widest.d_out), hidden[widest]
+    return 2 * rows * (6 * d + 3 * m) * 4 + 4 * (d + m) * (2 * d + m) * 8
+
+
 class Workshop:
     """A model, the text that its maps are fitted on, and what was learnt of its blocks so far."""
 
