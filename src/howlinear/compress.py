@@ -170,18 +170,16 @@ def compress_model(
     work = _Work(Path(folder), run, shop, choose, report, protocol, progress)
     options: list[Option] = []
     path: list[Step] = []
-    visited: list[_Try] = []
     if plan is not None:
-        shapes = work.planned(plan)
+        best = work.best_target(work.planned(plan))
     elif at is not None:
-        shapes = work.named([b for b, _ in match(model, run, at)], rank, units)
+        named = [b for b, _ in match(model, run, at)]
+        best = work.best_target(work.named(named, rank, units))
     else:
         work.require_predictions("--max-ppl-increase and --remove-params measure costs")
         options = work.measure(rank, units)
         path = descent(options)
-        visited = work.search(path, budget)
-        shapes = visited[-1].shapes
-    best = visited[-1] if visited else work.best_target(shapes)
+        best = work.search(path, budget)
     points, change, notes = work.reported(best, path, curve, baselines)
     if not intercept and best.change is not None:
         shop.intercept = True
@@ -386,8 +384,8 @@ class _Work:
         done = self.progress("measuring", size)
         return compare_all(self.model, changes, windows, self.how, progress=done)
 
-    def search(self, path: list[Step], budget: Budget) -> list[_Try]:
-        """Tries along the path; the last one is what the budget buys."""
+    def search(self, path: list[Step], budget: Budget) -> _Try:
+        """What the budget buys."""
         if not path:
             raise ValueError("no way to replace a block saves parameters")
         if budget.parameters is not None:
@@ -398,22 +396,23 @@ class _Work:
                     f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
                     f"every block saves {most / sum(self.sizes.values()):.1%} (--remove-params)"
                 )
-            return [self.best_target(self._shapes(path, saving(path, wanted)))]
+            return self.best_target(self._shapes(path, saving(path, wanted)))
         return self._within(path, budget.nats)
 
-    def _within(self, path: list[Step], nats: float) -> list[_Try]:
+    def _within(self, path: list[Step], nats: float) -> _Try:
         """Costs do not quite add up: try, see how far off that was, and try again."""
         level, low, high = nats, (0.0, 0.0), None  # (expected, measured) below and above the budget
         best: _Try | None = None
-        tries: dict[int, _Try] = {}
+        tried: set[int] = set()
         target = None
         for _ in range(ROUNDS):
             steps = max(within(path, level), 1)
-            if steps in tries:
+            if steps in tried:
                 break
+            tried.add(steps)
             shapes = self._shapes(path, steps)
             new = self.tried(shapes, target) if target else self.best_target(shapes)
-            target, tries[steps] = new.target, new
+            target = new.target
             if new.nats <= nats:
                 best, low = new, (level, new.nats)
                 if new.nats >= CLOSE * nats or steps == len(path):
@@ -426,7 +425,7 @@ class _Work:
                 f"no block can be replaced for {math.expm1(nats):.1%} more perplexity: "
                 "raise --max-ppl-increase"
             )
-        return [*(t for t in tries.values() if t is not best), best]
+        return best
 
     def _shapes(self, path: list[Step], steps: int) -> dict[Block, Shape]:
         chosen = after(path, steps)

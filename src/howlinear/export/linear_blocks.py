@@ -5,6 +5,7 @@ This file is the head of the code that an exported model brings, and needs nothi
 
 import copy
 
+import torch
 from torch import nn
 
 
@@ -36,7 +37,7 @@ class Constant(nn.Module):
 
     def __init__(self, d_out):
         super().__init__()
-        self.bias = nn.Parameter(nn.init.zeros_(nn.Linear(1, d_out).bias.data))
+        self.bias = nn.Parameter(torch.zeros(d_out))
 
     def forward(self, hidden_states):
         return self.bias.expand(*hidden_states.shape[:-1], -1)
