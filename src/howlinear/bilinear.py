@@ -39,7 +39,7 @@ START_LOOKS = 3
 BEGIN = 4096  # rows at least that a search begins on; an eighth if that is more
 DRIFT = 3.0  # times its first length, before a factor is put back to it
 PATIENCE = 2  # looks without gain before the search at one ridge, and with it all, ends
-TOLERANCE = 0.01  # of what is explained: less in EVERY iterations, and the search has converged
+TOLERANCE = 0.02  # of what is explained: less in EVERY iterations, and the search has converged
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
