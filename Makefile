@@ -11,7 +11,7 @@ demo: .venv/demo.stamp
 	$(BIN)/howlinear swap runs/demo --blocks 11,28
 
 test: .venv/test.stamp lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
