@@ -10,8 +10,10 @@ demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
 	$(BIN)/howlinear swap runs/demo --blocks 11,28
 
+# one thread a worker: several that spin on the same cores take many times as long
 test: .venv/test.stamp lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 \
+		--dist loadfile --no-loadscope-reorder
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

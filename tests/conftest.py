@@ -22,6 +22,12 @@ def pytest_configure(config):
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Files with real models first: they take longest, and what comes last should be short."""
+    slow = {item.path for item in items if item.get_closest_marker("real")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def _threads(request):
     torch.set_num_threads(ALL if request.node.get_closest_marker("real") else 1)
