@@ -44,7 +44,6 @@ def compression(model, maps, change=True):
         parameters=sum(p.numel() for p in model.parameters()),
         target="own",
         curve=[],
-        options=[],
         settings={},
         notes=["something *worth* knowing"],
         about={"command": "howlinear compress x", "corpus": {"name": "a|b", "report": "test"}},

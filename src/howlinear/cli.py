@@ -490,7 +490,8 @@ def compress(
         )
     write_json(run / "plan.json", result.plan_dict())
     write_json(run / "compress.json", result.to_dict())
-    _show(result, "show_compression", run / "compress.json" if out is None else out, as_json)
+    where = run / "compress.json" if out is None or dry_run else out
+    _show(result, "show_compression", where, as_json)
 
 
 @app.command()

@@ -88,7 +88,6 @@ class Compression:
     parameters: int  # of the whole model, before
     target: str
     curve: list[Point]
-    options: list[Option]
     settings: dict[str, Any]
     notes: list[str]
     about: dict[str, Any] = field(default_factory=dict)
@@ -181,13 +180,8 @@ def compress_model(
         path = descent(options)
         best = work.search(path, budget)
     points, change, notes = work.reported(best, path, curve, baselines)
-    if not intercept and best.change is not None:
-        shop.intercept = True
-        other = work.tried(best.shapes, best.target)
-        gain, se = best.change.gain_over(other.change) if other.change else (math.nan, math.nan)
-        notes.append(
-            f"without biases {-gain:+.4f} ± {se:.4f} nats a token, on the text to choose by"
-        )
+    if not intercept and not work.why_not:
+        notes.append(work.price_of_no_bias(best))
     return Compression(
         blocks=work.records(best.maps, options),
         maps=best.maps,
@@ -197,7 +191,6 @@ def compress_model(
         parameters=sum(p.numel() for p in model.parameters()),
         target=best.target,
         curve=points,
-        options=options,
         settings={
             "protocol": work.how.name,
             "fit_tokens": fit.numel(),
@@ -375,6 +368,16 @@ class _Work:
         maps = self.shop.refit(shapes, target, self.progress(f"refitting ({target})", rows))
         change = None if self.why_not else self.compared([maps], self.choose)[0]
         return _Try(shapes, maps, target, change)
+
+    def price_of_no_bias(self, best: _Try) -> str:
+        """The same maps with biases, for comparison."""
+        self.shop.intercept = True
+        other = self.tried(best.shapes, best.target)
+        self.shop.intercept = False
+        assert best.change is not None
+        assert other.change is not None
+        gain, se = best.change.gain_over(other.change)
+        return f"without biases {-gain:+.4f} ± {se:.4f} nats a token, on the text to choose by"
 
     def compared(
         self, maps: Sequence[Mapping[Block, Replacement]], windows: Batches

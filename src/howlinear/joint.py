@@ -1,10 +1,10 @@
 """y ~ Wx + b + D h_S in closed form: which hidden units S, and a matrix W of which rank.
 
-    rows = joint_moments(x, units_of(x), y, weight)     # moments of [x, all hidden units] and y
-    order = elimination(rows, d)                        # units, the most needed first
+    rows.update(torch.cat([x, every_unit(x)], 1), y, weight)    # Moments(d + m, d_out)
+    order = elimination(rows, d).order                          # units, the most needed first
     joint_map(rows, d, order[:k], rank=None, hidden=taken(model, block, order[:k]))
 
-Two ways lead to k of m units. `forward_selection` starts from the matrix and adds the unit that
+Two ways lead to k of m units. `ladder.forward_selection` starts from the matrix and adds the unit that
 lowers the squared error most; `elimination` starts from all units, which is the block itself, and
 takes away those whose loss the rest repairs best (optimal brain surgeon, for whole units): removing
 the units J from a fit with coefficients D and inverse moments P adds D_J' P_JJ^-1 D_J to the squares.

@@ -51,9 +51,10 @@ def hull(options: Iterable[Option]) -> list[Option]:
     """Of one block: the options that cost least a parameter, given those before them."""
     found: list[Option] = []
     for option in sorted(options, key=lambda o: (o.saved, o.cost)):
-        while found and _slope(found[-2] if len(found) > 1 else None, option) <= _slope(
-            found[-2] if len(found) > 1 else None, found[-1]
-        ):
+        while found:
+            before = found[-2] if len(found) > 1 else None
+            if _slope(before, option) > _slope(before, found[-1]):
+                break
             found.pop()
         if option.saved > (found[-1].saved if found else 0):
             found.append(option)
