@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command import COMMAND, run
-from howlinear import cli
+from howlinear import cli_parts
 from howlinear.families import Block
 from howlinear.stores import Needs, needs
 
@@ -129,14 +129,14 @@ def test_models_that_are_not_there(tmp_path, complaint):
 
 
 def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(cli, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(cli_parts, "available_memory", lambda: 10**9)
     with pytest.raises(
         ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
     ):
-        cli.check_room(Needs(2 * 10**9, 1), Path("x"))
+        cli_parts.check_room(Needs(2 * 10**9, 1), Path("x"))
     with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
-        cli.check_room(Needs(1, 10**18), Path("x"))
-    cli.check_room(Needs(1, 1), Path("x"))
+        cli_parts.check_room(Needs(1, 10**18), Path("x"))
+    cli_parts.check_room(Needs(1, 1), Path("x"))
 
 
 def test_what_is_stated_is_what_it_takes(small_run):

@@ -420,3 +420,14 @@ def test_default_tokens():
         30_040,
         163_840,
     ]
+
+
+@pytest.mark.parametrize(("name", "word"), [("python-docs", "the "), ("python-code", "def ")])
+def test_texts_that_every_python_has(name, word):
+    text = corpus.builtin(name)
+    assert text.fit.count(word) > 1000
+    assert text.fingerprint() == corpus.open_text(name).fingerprint()
+    assert len(text.fit) > 300_000
+    assert text.choose()
+    assert text.report()
+    assert text.choose() not in text.fit

@@ -33,7 +33,9 @@ def test_the_ground_floor_imports_no_sibling(name):
     assert siblings(name) == set()
 
 
-@pytest.mark.parametrize("name", ["records", "plan", "terminal", "cli"])
+@pytest.mark.parametrize(
+    "name", ["records", "plan", "jackknife", "terminal", "cli", "cli_parts", "cli_control"]
+)
 def test_torch_is_not_needed_for_reading_results(name):
     top = {
         n

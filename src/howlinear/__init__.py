@@ -35,15 +35,21 @@ _HOME = {
     "probe": "probing",
     "compress_model": "compress",
     "install_maps": "installing",
+    "compare_runs": "comparing",
+    "LinearityMonitor": "monitor",
+    "LinearityCallback": "monitor",
 }
 
 __all__ = [
     "TSQR",
     "Affine",
+    "LinearityCallback",
+    "LinearityMonitor",
     "Moments",
     "Profile",
     "blocks",
     "compare",
+    "compare_runs",
     "compress_model",
     "evaluate",
     "fit",
@@ -61,6 +67,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from howlinear.affine import Affine, fit, score
+    from howlinear.comparing import compare_runs
     from howlinear.compress import compress_model
     from howlinear.corpus import windows
     from howlinear.evaluation import evaluate
@@ -68,6 +75,7 @@ if TYPE_CHECKING:
     from howlinear.installing import install_maps
     from howlinear.models import load
     from howlinear.moments import TSQR, Moments
+    from howlinear.monitor import LinearityCallback, LinearityMonitor
     from howlinear.perplexity import compare, text_loss
     from howlinear.probing import probe
     from howlinear.profiling import Profile, profile

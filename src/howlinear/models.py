@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -110,6 +111,36 @@ def _fingerprint(model: Any) -> str:
         some = flat[:: max(1, len(flat) // 64)].float().cpu()
         found.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
     return found.hexdigest()[:16]
+
+
+def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, str | None]]:
+    """Label -> what `load` takes, (name, revision), for the stages of one training.
+
+    A folder whose folders are checkpoints (`checkpoint-500`, ...) has them as its stages, by number;
+    anything else is a hub id with revisions. What is not there is told before anything is loaded.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if not revisions:
+            raise ValueError(f"which checkpoints of {name}? Name revisions: --revisions step0,main")
+        for revision in revisions:
+            _locate(name, revision)
+        return {revision: (name, revision) for revision in revisions}
+    inside = {p.name: p for p in folder.iterdir() if (p / "config.json").is_file()}
+    if not inside:
+        raise ValueError(f"{name} holds no checkpoint folders with a config.json")
+    chosen = revisions or sorted(inside, key=_by_number)
+    for label in chosen:
+        if label not in inside:
+            there = ", ".join(sorted(inside, key=_by_number))
+            raise ValueError(f"{name} has no checkpoint {label}: --revisions takes {there}")
+    return {label: (str(inside[label]), None) for label in chosen}
+
+
+def _by_number(label: str) -> list[Any]:
+    """checkpoint-500 before checkpoint-1000."""
+    parts = re.split(r"(\d+)", label)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def builtin_path() -> Path:

@@ -310,11 +310,10 @@ def _pass(
 
     def receive(block: Block, rows: Rows) -> None:
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                store = by_index[block.index]
-                store.update(rows, offsets, split)
-                if store.units is not None:
-                    units[block.index] = torch.tensor(store.units)
+            store = by_index[block.index]
+            store.update(rows, offsets, split)
+            if store.units is not None:
+                units[block.index] = torch.tensor(store.units)
         except ValueError as err:
             raise ValueError(f"block {block.index} ({block.path}), batch {number}: {err}") from None
         nonlocal heard
@@ -323,7 +322,7 @@ def _pass(
             raise _Enough  # what the model would do from here on, nobody needs
 
     with (
-        torch.inference_mode(),
+        torch.no_grad(),  # not inference mode: what a model in training caches, it must train with
         tap(model, receive, at=[store.block for store in stores], units=units),
     ):
         for number, (inputs, count, length) in enumerate(batches):  # noqa: B007

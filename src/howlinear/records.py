@@ -16,7 +16,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,7 @@ TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
     "None": type(None),
     "list[int]": list,
     "list[float]": list,
+    "list[list[float]]": list,
     "dict[str, float]": dict,
     "dict[str, Any]": dict,
 }
@@ -44,9 +45,10 @@ class _Record:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         every: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
-        if missing := [f.name for f in every if f.name not in data]:
+        if missing := [f.name for f in every if f.default is MISSING and f.name not in data]:
             raise ValueError(f"a block lacks {', '.join(missing)}")
-        for f in every:
+        given = [f for f in every if f.name in data]  # an older file may lack what has a default
+        for f in given:
             value, types = data[f.name], str(f.type).split(" | ")
             if not any(_admits(t, value) for t in types) and not (
                 value is None and "float" in types
@@ -54,7 +56,7 @@ class _Record:
                 raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
             if f.name in COUNTS and value is not None and value < 0:
                 raise ValueError(f"a block's {f.name} is {value}, expected a count")
-        return cls(**{f.name: data[f.name] for f in every})
+        return cls(**{f.name: data[f.name] for f in given})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]
@@ -66,6 +68,8 @@ def _admits(annotation: str, value: Any) -> bool:
         return False
     if annotation == "list[int]":
         return all(_admits("int", v) and v >= 0 for v in value)
+    if annotation == "list[list[float]]":
+        return all(_admits("list[float]", v) and all(_admits("float", u) for u in v) for v in value)
     return True
 
 
@@ -103,6 +107,7 @@ class BlockProfile(_Record):
     n_fit: int
     n_heldout: int
     rows_per_column: float
+    fold_sums: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,22 @@ class BlockCompression(_Record):
     parameters: int
     parameters_left: int
     kl_alone: float | None
+
+
+#: what a monitor keeps of a block's profile
+MONITORED = (
+    "index",
+    "r2",
+    "r2_se",
+    "r2_body",
+    "r2_body_se",
+    "r2_scalar",
+    "first_share",
+    "effective_rank",
+    "input_participation",
+    "residual_norm",
+    "output_norm",
+)
 
 
 KINDS = (
@@ -307,6 +328,26 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
             f"make it anew or install the howlinear that wrote it"
         )
     return data
+
+
+def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the rows of a monitor.jsonl; ValueError in one line if it is not one."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"{path} is larger than any file of ours ({MAX_JSON} bytes)")
+        lines = path.read_bytes().decode("utf-8").splitlines()
+        header, *rows = (json.loads(line, parse_constant=_no_constant) for line in lines)
+    except (OSError, ValueError, RecursionError) as err:
+        raise ValueError(f"{path} is not a readable monitor file: {_one_line(err)}") from None
+    known = isinstance(header, dict) and header.get("kind") == "monitor"
+    if not known or header.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a howlinear monitor file of schema {SCHEMA}")
+    for row in rows:
+        ok = isinstance(row, dict) and type(row.get("step")) is int
+        if not ok or not isinstance(row.get("blocks"), list):
+            raise ValueError(f"{path}: a row has no step or no blocks")
+    return header, rows
 
 
 def _no_constant(name: str) -> float:

@@ -451,3 +451,143 @@ def _rate(spread: dict[str, float] | None) -> str:
     digits = 1 if spread["median"] < 100 else 0
     low, middle, high = (f"{spread[k]:.{digits}f}" for k in ("q25", "median", "q75"))
     return f"{middle} ({low}-{high})"
+
+
+def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(plain(name, 24), justify="left" if name in left else "right", no_wrap=True)
+    return table
+
+
+def _with_se(value: float | None, se: float | None, digits: int = 3) -> str:
+    return number(value, digits) + ("" if se is None or se != se else f" ±{se:.{digits}f}")
+
+
+def _between(estimate: dict[str, float | None]) -> str:
+    """A number with its 95 % interval, where there is one."""
+    value, low, high = (estimate[k] for k in ("value", "low", "high"))
+    shown = number(value)
+    return shown if low is None or high is None else f"{shown} ({low:.3f} to {high:.3f})"
+
+
+def show_comparison(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """The tables that `howlinear compare` prints."""
+    names = [run["name"] for run in data["runs"]]
+    for name, run in zip(names, data["runs"], strict=True):
+        model, text = run["model"] or {}, run["corpus"] or {}
+        said = (model.get("id", "?"), text.get("name", "?"))
+        console.print(plain(f"{name}: {said[0]}, {said[1]}", console.width))
+    table = _table("#", *names)
+    for row in blocks:
+        cells = ["-" if r is None else _with_se(r["r2"], r["r2_se"]) for r in row["runs"]]
+        table.add_row(str(row["index"]), *cells)
+    console.print(table)
+    for pair in data["pairs"]:
+        console.print()
+        console.print(plain(f"{pair['a']} to {pair['b']}, with 95 % intervals over folds:"))
+        console.print(f"  correlation over depth {_between(pair['pearson'])}", end="")
+        console.print(f", of ranks {_between(pair['spearman'])}")
+        console.print(f"  mean shift of R2 {_between(pair['mean_shift'])}", end="")
+        console.print(f", mean size {_between(pair['mean_size_of_shift'])}")
+        console.print(
+            f"  largest at block {pair['largest_shift_at']}: {_between(pair['largest_shift'])}"
+        )
+    if data["crossed"]:
+        console.print()
+        table = _table("fitted on", "scored on", "mean R2", left=("fitted on", "scored on"))
+        for c in data["crossed"]:
+            table.add_row(plain(c["fit"]), plain(c["scored"]), _between(c["mean"]))
+        console.print(table)
+    for note in data["notes"]:
+        console.print(plain(f"note: {note}"))
+
+
+def show_random_init(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """The table of `howlinear control random-init`."""
+    s, found = data["settings"], data["summary"]
+    console.print(plain(f"{data['model']['id']}, {len(blocks)} blocks, {s['tokens']} tokens"))
+    said = "their own weights, permuted" if s["weights"] == "shuffled" else "fresh weights"
+    table = _table("#", "R2 trained", "body", f"{s['seeds']} untrained", "body untrained", "")
+    for b in blocks:
+        body = [u["r2_body"] for u in b["untrained"]]
+        where = "below" if b["r2"] < b["low"] else "above" if b["r2"] > b["high"] else "inside"
+        table.add_row(
+            str(b["index"]),
+            _with_se(b["r2"], b["r2_se"]),
+            number(b["r2_body"]),
+            f"{b['low']:.3f} to {b['high']:.3f}",
+            f"{min(body):.3f} to {max(body):.3f}",
+            where,
+        )
+    console.print(table)
+    console.print(
+        f"untrained: {said}. Trained R2 is below their band in {found['below']} of {len(blocks)} "
+        f"blocks and above it in {found['above']}; mean {found['mean_trained']:.3f} trained, "
+        f"{found['mean_untrained']:.3f} untrained; range over depth {found['range_trained']:.3f} "
+        f"and {found['range_untrained']:.3f}"
+    )
+
+
+def show_cross_feed(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """The two-way table of `howlinear control cross-feed`."""
+    console.print(plain(f"A: {data['model']['id']}", console.width))
+    console.print(plain(f"B: {data['model_b']['id']}", console.width))
+    names = ("aa", "ab", "ba", "bb", "a_moved", "b_moved")
+    shown = ("AA", "AB", "BA", "BB", "A→B", "B→A")
+    table = _table("a", "b", *shown, "B-A", "weights", "inputs")
+    for b in blocks:
+        cells = [number(b["cells"][name]["value"]) for name in names]
+        split = [signed3(b["split"][name]["value"]) for name in ("difference", "weights", "inputs")]
+        table.add_row(str(b["index"]), str(b["index_b"]), *cells, *split)
+    console.print(table)
+    found = data["summary"]
+    console.print(
+        "AB: R2 of A's weights on B's inputs; A→B: of A's weights on its own inputs, moved to the "
+        "mean and covariance of B's"
+    )
+    console.print(
+        f"mean of R2 of B less R2 of A: {signed3(found['difference'])}, of which weights make "
+        f"{signed3(found['weights'])} and inputs {signed3(found['inputs'])}"
+    )
+
+
+def signed3(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:+.3f}"
+
+
+def show_matched(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """The table of `howlinear control matched`."""
+    s = data["settings"]
+    console.print(plain(f"{data['model']['id']}, {len(blocks)} blocks, {s['tokens']} tokens"))
+    names = ["own", "gaussian", "whitened", *(f"x{scale:g}" for scale in s["scales"])]
+    table = _table("#", *names, "predicted", "its Gaussian")
+    for b in blocks:
+        cells = [number(b["r2"][name]["value"]) for name in names]
+        told = b["predicted"]
+        extra = ["-", "-"]
+        if told is not None:
+            extra = [number(told["r2"]["value"]), number(told["r2_gaussian"])]
+        table.add_row(str(b["index"]), *cells, *extra)
+    console.print(table)
+    console.print(
+        "R2 on own inputs; on Gaussian ones of the same mean and covariance; on own inputs whitened "
+        "and scaled. predicted: the map from weights, mean and covariance alone, on own and on "
+        "Gaussian inputs"
+    )
+    for note in data["notes"]:
+        console.print(plain(f"note: {note}"))
+
+
+def show_training(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """The table of `howlinear control checkpoints`: a row a checkpoint."""
+    console.print(plain(f"{data['asked']['model']}, {len(blocks)} blocks", console.width))
+    room = max(1, (console.width - 24) // 6)
+    step = -(-len(blocks) // room)  # as many as fit
+    shown = blocks[::step]
+    table = _table("checkpoint", "mean", *(str(b["index"]) for b in shown), left=("checkpoint",))
+    for i, c in enumerate(data["checkpoints"]):
+        mean = sum(b["r2"][i] for b in blocks) / len(blocks)
+        cells = (number(b["r2"][i]) for b in shown)
+        table.add_row(plain(c["name"], 16), number(mean), *cells)
+    console.print(table)

@@ -36,6 +36,8 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
     x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
         every, got = hidden_units(model, block)(x), made(x)
+    if not bool(every.isfinite().all()):
+        raise ValueError(f"{_name(block)} has hidden units that are not finite")
     close = 8 * block.d_in * torch.finfo(weight.dtype).eps * every.abs().max()  # of a dot product
     if not torch.allclose(got, every[:, list(units)], rtol=0, atol=float(close)):
         raise ValueError(f"{_name(block)} mixes its hidden units before the last projection")

@@ -1,0 +1,177 @@
+"""Profiles side by side: how alike they are, how far apart, and maps of one text on another.
+
+    found = compare_runs(["runs/wikitext", "runs/code"])
+    found.pairs[0]["pearson"], found.pairs[0]["mean_shift"], found.crossed[0]["r2"]
+
+Everything is read from run folders; no model is loaded. Runs of one model on different texts are
+also crossed: the map that was fitted on one text is scored on the moments of the other, rows that
+it never saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+from howlinear.affine import score
+from howlinear.jackknife import Sums, jackknife, r2s
+from howlinear.profiling import Profile, read_moments
+from howlinear.records import SCHEMA, BlockProfile, pearson, spearman
+from howlinear.stores import PARTS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare.json` holds, beside the profiles that it was made from."""
+
+    names: list[str]
+    profiles: list[Profile] = field(repr=False)
+    pairs: list[dict[str, Any]]
+    crossed: list[dict[str, Any]]
+    notes: list[str]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[dict[str, Any]]:
+        """A row a depth: each run's R2 and its standard error."""
+        depth = max(len(p.blocks) for p in self.profiles)
+        rows = []
+        for i in range(depth):
+            row: dict[str, Any] = {"index": i, "runs": []}
+            for p in self.profiles:
+                b = p.blocks[i] if i < len(p.blocks) else None
+                found = None if b is None else _shown(b)
+                row["runs"].append(found)
+            rows.append(row)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "compare",
+            "schema": SCHEMA,
+            **self.about,
+            "runs": [
+                {
+                    "name": name,
+                    "model": p.about.get("model"),
+                    "corpus": p.about.get("corpus"),
+                    "settings": p.settings,
+                }
+                for name, p in zip(self.names, self.profiles, strict=True)
+            ],
+            "pairs": self.pairs,
+            "crossed": self.crossed,
+            "notes": self.notes,
+            "blocks": self.blocks,
+        }
+
+
+def compare_runs(folders: Sequence[str | Path]) -> Comparison:
+    """Hold every run against every other."""
+    if len(folders) < 2:
+        raise ValueError("one run has nothing to be compared with: name two or more")
+    paths = [Path(folder) for folder in folders]
+    profiles = [Profile.load(path) for path in paths]
+    names = _names(paths)
+    notes = []
+    if len({p.settings.get("protocol") for p in profiles}) > 1:
+        notes.append("the runs follow different protocols: their numbers are not of one kind")
+    pairs = []
+    for i, j in combinations(range(len(paths)), 2):
+        if len(profiles[i].blocks) != len(profiles[j].blocks):
+            notes.append(
+                f"{names[i]} and {names[j]} have {len(profiles[i].blocks)} and "
+                f"{len(profiles[j].blocks)} blocks: no depth of one is a depth of the other"
+            )
+            continue
+        sums = [_sums(profiles[k]) for k in (i, j)]
+        paired = _same_text(profiles[i], profiles[j])
+        pairs.append({"a": names[i], "b": names[j], **alike(*sums, paired=paired)})
+    crossed = []
+    for i, j in permutations(range(len(paths)), 2):
+        if _crossable(profiles[i], profiles[j]):
+            found = crossed_r2(profiles[i], paths[j], profiles[j])
+            crossed.append({"fit": names[i], "scored": names[j], **found})
+    return Comparison(names, profiles, pairs, crossed, notes)
+
+
+def alike(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
+    """Correlations over depth and shifts from a to b, each with an interval."""
+
+    def shift(a: list[float], b: list[float]) -> list[float]:
+        return [v - u for u, v in zip(a, b, strict=True)]
+
+    away = shift(r2s(a), r2s(b))
+    at = max(range(len(away)), key=lambda i: abs(away[i]))
+    runs = (a, b)
+    return {
+        "paired": paired,
+        "pearson": jackknife(pearson, runs, paired=paired, correlation=True).to_dict(),
+        "spearman": jackknife(spearman, runs, paired=paired, correlation=True).to_dict(),
+        "mean_shift": jackknife(
+            lambda a, b: sum(shift(a, b)) / len(a), runs, paired=paired
+        ).to_dict(),
+        "mean_size_of_shift": jackknife(
+            lambda a, b: sum(map(abs, shift(a, b))) / len(a), runs, paired=paired
+        ).to_dict(),
+        "largest_shift": jackknife(lambda a, b: b[at] - a[at], runs, paired=paired).to_dict(),
+        "largest_shift_at": at,
+    }
+
+
+def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]:
+    """R2 of one run's maps on the rows of another, each fold around its own mean."""
+    sums: list[list[list[float]]] = []
+    for block in scored.blocks:
+        parts = read_moments(folder, block)
+        affine, folds = fitted.maps[block.index], []
+        for g in range(len(parts[PARTS[0]])):
+            rows = parts[PARTS[0]][g].narrow(block.d_in)
+            for part in PARTS[1:]:
+                rows.merge(parts[part][g].narrow(block.d_in))
+            if rows.n:
+                found = score(affine, rows)
+                folds.append([float(found.ss_res.sum()), float(found.ss_tot.sum())])
+        sums.append(folds)
+    mean = jackknife(lambda a: sum(a) / len(a), [sums], paired=True)
+    return {"mean": mean.to_dict(), "r2": r2s(sums)}
+
+
+def _shown(b: BlockProfile) -> dict[str, Any]:
+    return {"path": b.path, "r2": b.r2, "r2_se": b.r2_se, "r2_body": b.r2_body}
+
+
+def _sums(p: Profile) -> Sums:
+    """Of each block; without folds (one split, an older file) what leads to the same R2."""
+    return [b.fold_sums or [[1 - b.r2, 1.0]] for b in p.blocks]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    parts = [path.absolute().parts for path in paths]
+    for n in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-n:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError(f"{paths[0]} is named twice: name different runs")
+
+
+def _same_text(a: Profile, b: Profile) -> bool:
+    """Do folds of both hold the same windows?"""
+    corpora = [p.about.get("corpus") or {} for p in (a, b)]
+    texts = [c.get("fingerprint") for c in corpora]
+    settings = [[p.settings.get(k) for k in ("window", "folds", "tokens")] for p in (a, b)]
+    return texts[0] is not None and texts[0] == texts[1] and settings[0] == settings[1]
+
+
+def _crossable(a: Profile, b: Profile) -> bool:
+    """The same weights on different texts."""
+    weights = [(p.about.get("model") or {}).get("weights") for p in (a, b)]
+    texts = [(p.about.get("corpus") or {}).get("fingerprint") for p in (a, b)]
+    same = [(x.index, x.d_in, x.d_out) for x in a.blocks] == [
+        (x.index, x.d_in, x.d_out) for x in b.blocks
+    ]
+    return same and weights[0] is not None and weights[0] == weights[1] and texts[0] != texts[1]

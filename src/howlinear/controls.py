@@ -1,0 +1,654 @@
+"""Learned or architectural? Experiments that can refute either, on any model.
+
+    random_init(model, windows, seeds=3)                    # the same architecture, fresh weights
+    cross_feed(model_a, model_b, windows_a, windows_b)      # whose weights, whose inputs?
+    matched(model, windows)                                 # the block, or where it is asked?
+
+Each returns a `Control`: what to write, block by block, with error bars. A control that feeds
+blocks with other inputs than their own runs each model twice: once for the mean and covariance of
+every block's input, once for the rows. No activations are stored.
+
+Least squares does not care how inputs are written: regressing f(Ax + c) on x gives the R2 of f on
+Ax + c, whatever invertible A. So the outputs of several blocks, and of one block on scaled, moved
+or whitened inputs, share one set of sums and one factorisation with x on its left side.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.affine import Affine, score, solve
+from howlinear.families import Block, Rows, as_module, backbone, blocks, call_options, tap
+from howlinear.gaussian import draw, expected_map, transport, whitening
+from howlinear.jackknife import Sums, jackknife, r2s
+from howlinear.moments import Moments
+from howlinear.profiling import Profile, profile
+from howlinear.records import MONITORED, SCHEMA, pearson, read_json
+from howlinear.stores import Folds, check_rows
+
+SCALES = (0.5, 2.0, 4.0)
+
+Begin = Callable[[str, int], Callable[[int], None]]  # (what, tokens) -> called with tokens done
+
+
+def _silent(what: str, tokens: int) -> Callable[[int], None]:
+    return lambda done: None
+
+
+@dataclass(frozen=True)
+class Control:
+    """What `control-KIND.json` holds."""
+
+    kind: str
+    blocks: list[dict[str, Any]]
+    summary: dict[str, Any]
+    settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": f"control-{self.kind}",
+            "schema": SCHEMA,
+            **self.about,
+            "settings": self.settings,
+            "summary": self.summary,
+            "notes": self.notes,
+            "blocks": self.blocks,
+        }
+
+
+# -- fresh weights --------------------------------------------------------------------------------
+
+
+def random_init(
+    model: nn.Module,
+    windows: Tensor,
+    *,
+    trained: Profile | None = None,
+    seeds: int = 3,
+    shuffled: bool = False,
+    at: str | None = None,
+    folds: int = 5,
+    batch_size: int = 8,
+    progress: Begin = _silent,
+) -> Control:
+    """The trained profile against the band of the same architecture untrained.
+
+    Fresh weights are drawn as the model's class does. `shuffled` permutes the trained weights
+    within each matrix instead: their sizes stay, what they learned goes. `trained` is the trained
+    model's profile on the same windows, where there is one.
+    """
+    if seeds < 1:
+        raise ValueError(f"a band needs at least one seed, got {seeds} (--seeds)")
+
+    def measured(net: nn.Module, what: str) -> Profile:
+        advance = progress(what, windows.numel())
+        # in batches: what a swap may cost nobody asks here
+        batches = windows.split(batch_size)
+        return profile(net, batches, at=at, folds=folds, progress=advance)
+
+    if trained is None:
+        trained = measured(model, "profiling the trained model")
+    draws = []
+    for seed in range(seeds):
+        net = untrained(model, seed, shuffled)
+        draws.append(measured(net, f"profiling without training, seed {seed}"))
+        del net
+    rows: list[dict[str, Any]] = []
+    for i, b in enumerate(trained.blocks):
+        drawn = [p.blocks[i] for p in draws]
+        values = [d.r2 for d in drawn]
+        rows.append(
+            {
+                "index": b.index,
+                "path": b.path,
+                "r2": b.r2,
+                "r2_se": b.r2_se,
+                "r2_body": b.r2_body,
+                "untrained": [
+                    {"seed": s, "r2": d.r2, "r2_se": d.r2_se, "r2_body": d.r2_body}
+                    for s, d in enumerate(drawn)
+                ],
+                "low": min(values),
+                "high": max(values),
+                "mean": sum(values) / len(values),
+                "outside": not min(values) <= b.r2 <= max(values),
+            }
+        )
+    summary = {
+        "below": sum(r["r2"] < r["low"] for r in rows),
+        "above": sum(r["r2"] > r["high"] for r in rows),
+        "mean_trained": _mean([r["r2"] for r in rows]),
+        "mean_untrained": _mean([r["mean"] for r in rows]),
+        "range_trained": _range([r["r2"] for r in rows]),
+        "range_untrained": _mean([_range([b.r2 for b in p.blocks]) for p in draws]),
+        "pearson_with_untrained": pearson([r["r2"] for r in rows], [r["mean"] for r in rows]),
+    }
+    settings = {
+        "seeds": seeds,
+        "weights": "shuffled" if shuffled else "fresh",
+        "tokens": windows.numel(),
+        "window": windows.shape[1],
+        "folds": folds,
+    }
+    return Control("random-init", rows, summary, settings)
+
+
+def untrained(model: nn.Module, seed: int, shuffled: bool = False) -> nn.Module:
+    """The same architecture with fresh weights, or with its own weights permuted; nobody's random
+    numbers are used up."""
+    parameter = next(model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if shuffled:
+            net = copy.deepcopy(model)
+            with torch.no_grad():
+                for p in net.parameters():
+                    flat = p.detach().reshape(-1)
+                    p.copy_(flat[torch.randperm(len(flat)).to(flat.device)].view_as(p))
+        else:
+            config = copy.deepcopy(model.config)
+            try:
+                net = type(model)(config)
+            except Exception as err:  # a class of somebody else's
+                raise ValueError(
+                    f"{type(model).__name__} cannot be made from its config alone: {err}"
+                ) from None
+    return net.to(parameter.device, parameter.dtype).requires_grad_(False).eval()
+
+
+# -- whose weights, whose inputs ------------------------------------------------------------------
+
+
+def cross_feed(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    windows_a: Tensor,
+    windows_b: Tensor,
+    *,
+    pairs: str = "same",
+    folds: int = 5,
+    batch_size: int = 8,
+    progress: Begin = _silent,
+) -> Control:
+    """Blocks of A fed with B's inputs and the other way round, for pairs of depths.
+
+    `pairs` is "same" (0:0, 1:1, ...), "all", or a list such as "3:5,4:4" (A's depth first). Windows
+    are each model's own tokens of one text.
+    """
+    sides = (blocks(model_a), blocks(model_b))
+    chosen = depth_pairs(pairs, len(sides[0]), len(sides[1]))
+    _check_widths(model_a, model_b, sides, chosen)
+    split = Folds(folds)
+    for ids, own in ((windows_a, sides[0]), (windows_b, sides[1])):
+        check_rows(ids.shape[0], ids.shape[1], own[0].d_in, split)
+    models, windows = (model_a, model_b), (windows_a, windows_b)
+    used = tuple(sorted({pair[k] for pair in chosen}) for k in (0, 1))
+    stats = [
+        _input_moments(
+            models[k],
+            windows[k],
+            [sides[k][i] for i in used[k]],
+            batch_size,
+            progress(f"inputs of {'AB'[k]}", windows[k].numel()),
+        )
+        for k in (0, 1)
+    ]
+    modules = [{i: _callable(models[k], sides[k][i]) for i in used[k]} for k in (0, 1)]
+    # on the inputs of each: its own block, the other's blocks, and its own block on inputs moved
+    # to where the other's are
+    scores: list[dict[int, dict[Any, Sums]]] = []
+    for k in (0, 1):
+        asked: dict[int, dict[Any, _Output]] = {}
+        for i in used[k]:
+            here = sides[k][i]
+            outputs: dict[Any, _Output] = {"own": (None, modules[k][i], here.d_out)}
+            for pair in chosen:
+                if pair[k] == i:
+                    j = pair[1 - k]
+                    there = sides[1 - k][j]
+                    outputs["other", j] = (None, modules[1 - k][j], there.d_out)
+                    moved = transport(*stats[k][i], *stats[1 - k][j])
+                    outputs["moved", j] = (moved, modules[k][i], here.d_out)
+            asked[i] = outputs
+        advance = progress(f"blocks on the inputs of {'AB'[k]}", windows[k].numel())
+        scores.append(_feed(models[k], windows[k], sides[k], asked, split, batch_size, advance))
+    same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
+    rows = [_two_by_two(sides, (i, j), scores, paired=same_windows) for i, j in chosen]
+    summary = {
+        name: _mean([r["split"][name]["value"] for r in rows])
+        for name in ("difference", "weights", "inputs")
+    }
+    settings = {
+        "pairs": pairs,
+        "tokens": [ids.numel() for ids in windows],
+        "window": windows_a.shape[1],
+        "folds": folds,
+        "same_tokens": same_windows,
+    }
+    return Control("cross-feed", rows, summary, settings)
+
+
+def depth_pairs(text: str, count_a: int, count_b: int) -> list[tuple[int, int]]:
+    """ "same", "all" or "3:5,4:4" -> pairs of depths."""
+    if text == "same":
+        return [(i, i) for i in range(min(count_a, count_b))]
+    if text == "all":
+        return [(i, j) for i in range(count_a) for j in range(count_b)]
+    pairs = []
+    for part in text.split(","):
+        i, colon, j = part.strip().partition(":")
+        if not (colon and i.isdecimal() and j.isdecimal()):
+            raise ValueError(f"--pairs {text!r}: write same, all or depths such as 3:5,4:4")
+        if int(i) >= count_a or int(j) >= count_b:
+            raise ValueError(
+                f"--pairs {part.strip()}: the models have {count_a} and {count_b} blocks, from 0"
+            )
+        pairs.append((int(i), int(j)))
+    return list(dict.fromkeys(pairs))
+
+
+def _check_widths(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    sides: tuple[list[Block], list[Block]],
+    chosen: Sequence[tuple[int, int]],
+) -> None:
+    for i, j in chosen:
+        a, b = sides[0][i], sides[1][j]
+        if a.d_in != b.d_in:
+            raise ValueError(
+                f"block {i} of {type(model_a).__name__} reads {a.d_in} features and block {j} of "
+                f"{type(model_b).__name__} {b.d_in}: only models of one width can feed each other"
+            )
+
+
+def _two_by_two(
+    sides: tuple[list[Block], list[Block]],
+    pair: tuple[int, int],
+    scores: list[dict[int, dict[Any, Sums]]],
+    paired: bool,
+) -> dict[str, Any]:
+    """The cells R(weights, inputs), and how much of R(b, b) - R(a, a) each of the two makes."""
+    (i, j), (on_a, on_b) = pair, (scores[0][pair[0]], scores[1][pair[1]])
+    sums = {
+        "aa": on_a["own"],
+        "ba": on_a["other", j],  # b's weights on a's inputs
+        "ab": on_b["other", i],
+        "bb": on_b["own"],
+        "a_moved": on_a["moved", j],  # a's weights on a's inputs with the moments of b's
+        "b_moved": on_b["moved", i],
+    }
+    cells = {name: _estimate([s], lambda v: v[0], paired) for name, s in sums.items()}
+    four = [sums[name] for name in ("aa", "ba", "ab", "bb")]
+
+    def weights(aa: Any, ba: Any, ab: Any, bb: Any) -> float:
+        return ((ba[0] - aa[0]) + (bb[0] - ab[0])) / 2
+
+    def inputs(aa: Any, ba: Any, ab: Any, bb: Any) -> float:
+        return ((ab[0] - aa[0]) + (bb[0] - ba[0])) / 2
+
+    split = {
+        "difference": _estimate(four, lambda aa, ba, ab, bb: bb[0] - aa[0], paired),
+        "weights": _estimate(four, weights, paired),
+        "inputs": _estimate(four, inputs, paired),
+    }
+    return {
+        "index": i,
+        "path": sides[0][i].path,
+        "index_b": j,
+        "path_b": sides[1][j].path,
+        "cells": cells,
+        "split": split,
+    }
+
+
+def _estimate(runs: list[Sums], statistic: Callable[..., float], paired: bool) -> dict[str, Any]:
+    return jackknife(statistic, runs, paired=paired).to_dict()
+
+
+# -- the block, or where it is asked --------------------------------------------------------------
+
+
+def matched(
+    model: nn.Module,
+    windows: Tensor,
+    *,
+    at: str | None = None,
+    folds: int = 5,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Begin = _silent,
+) -> Control:
+    """Each block on its own inputs, on Gaussian ones of the same mean and covariance, on whitened
+    ones, and on scaled ones; and the map that weights and those two moments predict."""
+    own = blocks(model, at)
+    split = Folds(folds)
+    check_rows(windows.shape[0], windows.shape[1], max(b.d_in for b in own), split)
+    stats = _input_moments(model, windows, own, batch_size, progress("inputs", windows.numel()))
+    notes: list[str] = []
+    asked: dict[int, dict[Any, _Output]] = {}
+    expected: dict[int, Affine | None] = {}
+    for b in own:
+        module = _callable(model, b)
+        asked[b.index] = {
+            "own": (None, module, b.d_out),
+            "whitened": (whitening(*stats[b.index]), module, b.d_out),
+            **{f"x{s:g}": (_scaling(s, b.d_in), module, b.d_out) for s in SCALES},
+        }
+        try:
+            expected[b.index] = expected_map(model, b, *stats[b.index])
+        except ValueError as err:
+            notes.append(str(err))
+            expected[b.index] = None
+    by_index = {b.index: b for b in own}
+    advance = progress("blocks on their inputs, moved", windows.numel())
+    predict = {i: {"own": a} for i, a in expected.items() if a is not None}
+    scores = _feed(model, windows, by_index, asked, split, batch_size, advance, predict=predict)
+    rows: list[dict[str, Any]] = []
+    advance = progress("blocks on Gaussian inputs", windows.numel())
+    for b in own:
+        sums, guess = _gaussian(
+            asked[b.index]["own"][1], b, stats[b.index], windows, split, seed, expected[b.index]
+        )
+        found = {str(name): s for name, s in scores[b.index].items()} | {"gaussian": sums}
+        told = found.pop("predicted own", None)
+        advance(windows.numel() // len(own))
+        rows.append(
+            {
+                "index": b.index,
+                "path": b.path,
+                "r2": {name: _estimate([s], lambda v: v[0], True) for name, s in found.items()},
+                "predicted": None
+                if told is None
+                else {
+                    "r2": _estimate([told], lambda v: v[0], True),
+                    "r2_gaussian": None if guess is None else r2s(guess)[0],
+                },
+            }
+        )
+    values = {name: [r["r2"][name]["value"] for r in rows] for name in rows[0]["r2"]}
+    summary: dict[str, Any] = {
+        name: {"mean": _mean(v), "pearson_with_own": pearson(values["own"], v)}
+        for name, v in values.items()
+    }
+    predicted = [r["predicted"]["r2"]["value"] for r in rows if r["predicted"]]
+    if predicted:
+        summary["predicted"] = {"mean": _mean(predicted)}
+    settings = {
+        "tokens": windows.numel(),
+        "window": windows.shape[1],
+        "folds": folds,
+        "seed": seed,
+        "scales": list(SCALES),
+    }
+    return Control("matched", rows, summary, settings, notes)
+
+
+def _scaling(scale: float, d: int) -> Affine:
+    return Affine(scale * torch.eye(d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64), d)
+
+
+def _gaussian(
+    module: Callable[[Tensor], Tensor],
+    block: Block,
+    stats: tuple[Tensor, Tensor],
+    windows: Tensor,
+    split: Folds,
+    seed: int,
+    expected: Affine | None,
+) -> tuple[Sums, Sums | None]:
+    """R2 on as many Gaussian rows as the text has, and of the predicted map there."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = [Moments(block.d_in, block.d_out) for _ in range(split.groups)]
+    sizes = [0] * split.groups
+    length = windows.shape[1]
+    for g, w, _ in split.pieces([i * length for i in range(len(windows))], length):
+        sizes[g] += (w.stop - w.start) * length
+    for moments, size in zip(groups, sizes, strict=True):
+        for start in range(0, size, 4096):
+            x = draw(*stats, min(4096, size - start), generator)
+            moments.update(x.float(), module(x.float()))
+    kept = [m for m in groups if m.n]
+    sums = _cross_validated(kept, {"own": slice(None)})["own"]
+    if expected is None:
+        return sums, None
+    return sums, [[_sums(expected, m, slice(None)) for m in kept]]
+
+
+# -- over training --------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """Profiles of checkpoints, in the order they were asked for; `control-checkpoints.json`."""
+
+    asked: dict[str, Any]
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {"measured": [c["name"] for c in self.checkpoints]}
+
+    @property
+    def blocks(self) -> list[dict[str, Any]]:
+        """A row a block, its R2 at every checkpoint."""
+        if not self.checkpoints:
+            return []
+        first = self.checkpoints[0]["blocks"]
+        return [
+            {
+                "index": b["index"],
+                "r2": [c["blocks"][i]["r2"] for c in self.checkpoints],
+                "r2_body": [c["blocks"][i]["r2_body"] for c in self.checkpoints],
+            }
+            for i, b in enumerate(first)
+        ]
+
+    def measure(
+        self,
+        model: nn.Module,
+        windows: Tensor,
+        name: str,
+        *,
+        at: str | None = None,
+        batch_size: int = 8,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Profile one more checkpoint."""
+        batches = windows.split(batch_size)
+        found = profile(model, batches, at=at, folds=self.asked["folds"], progress=progress)
+        if self.checkpoints and len(found.blocks) != len(self.checkpoints[0]["blocks"]):
+            raise ValueError(f"{name} has {len(found.blocks)} blocks, unlike the ones before it")
+        rows = [{field: getattr(b, field) for field in MONITORED} for b in found.blocks]
+        self.checkpoints.append({"name": name, "tokens": windows.numel(), "blocks": rows})
+
+    def sort(self, names: Sequence[str]) -> None:
+        """In the order of `names`; checkpoints of earlier calls that are not among them come last."""
+        place = {name: i for i, name in enumerate(names)}
+        self.checkpoints.sort(key=lambda c: place.get(c["name"], len(place)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "control-checkpoints",
+            "schema": SCHEMA,
+            **self.about,
+            "asked": self.asked,
+            "summary": self.summary,
+            "checkpoints": self.checkpoints,
+            "blocks": self.blocks,
+        }
+
+
+def training(path: Path, asked: dict[str, Any]) -> Training:
+    """An empty record, or the one that an earlier call of the same left behind."""
+    if not path.exists():
+        return Training(asked)
+    data = read_json(path, "control-checkpoints")
+    if data.get("asked") != asked:
+        raise ValueError(f"{path} was asked for something else: name another folder with -o")
+    found: Any = data.get("checkpoints")
+    ok = isinstance(found, list) and all(
+        isinstance(c, dict)
+        and isinstance(c.get("name"), str)
+        and isinstance(c.get("blocks"), list)
+        and all(isinstance(b, dict) and set(MONITORED) <= b.keys() for b in c["blocks"])
+        for c in found
+    )
+    if not ok:
+        raise ValueError(f"{path} is damaged: remove it")
+    return Training(asked, found)
+
+
+# -- feeding --------------------------------------------------------------------------------------
+
+_Output = tuple[Affine | None, Callable[[Tensor], Tensor], int]  # move x first, then run, d_out
+
+
+def _callable(model: nn.Module, block: Block) -> Callable[[Tensor], Tensor]:
+    """The block as a function of rows, in its own dtype and on its own device."""
+    module = as_module(model, block)
+    parameter = next(model.parameters())
+
+    def run(x: Tensor) -> Tensor:
+        windows = x if x.dim() == 3 else x[None]  # experts count on batches of windows
+        with torch.no_grad():
+            y = module(windows.to(parameter))
+        return (y[0] if isinstance(y, tuple) else y).view(*x.shape[:-1], -1)
+
+    return run
+
+
+@contextmanager
+def _heard(
+    model: nn.Module, at: Sequence[Block], receive: Any
+) -> Iterator[Callable[[Tensor], None]]:
+    """Inside, a call with windows runs the model without its head."""
+    net, device = backbone(model), next(model.parameters()).device
+    extra = call_options(net)
+
+    def run(ids: Tensor) -> None:
+        with torch.no_grad():
+            net(input_ids=ids.to(device), **extra)
+
+    with tap(model, receive, at=at):
+        yield run
+
+
+def _input_moments(
+    model: nn.Module,
+    windows: Tensor,
+    at: Sequence[Block],
+    batch_size: int,
+    advance: Callable[[int], None],
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Mean and covariance of what enters each block."""
+    sums = {b.index: Moments(b.d_in, 1) for b in at}
+
+    def receive(block: Block, rows: Rows) -> None:
+        sums[block.index].update(rows.x, rows.x[..., :1])
+
+    with _heard(model, at, receive) as run:
+        for batch in windows.split(batch_size):
+            run(batch)
+            advance(batch.numel())
+    return {i: (m.mean_x, m.gram()[0] / m.weight) for i, m in sums.items()}
+
+
+def _feed(
+    model: nn.Module,
+    windows: Tensor,
+    known: Any,
+    asked: dict[int, dict[Any, _Output]],
+    split: Folds,
+    batch_size: int,
+    advance: Callable[[int], None],
+    predict: dict[int, dict[Any, Affine]] | None = None,
+) -> dict[int, dict[Any, Sums]]:
+    """Cross-validated sums of every output asked for on the inputs of each block.
+
+    `predict` has maps to score on the same rows, by the output that they predict.
+    """
+    at = [known[i] for i in sorted(asked)]
+    groups: dict[int, list[Moments]] = {}
+    slices: dict[int, dict[Any, slice]] = {}
+    for b in at:
+        start, slices[b.index] = 0, {}
+        for name, (_, _, width) in asked[b.index].items():
+            slices[b.index][name] = slice(start, start + width)
+            start += width
+        groups[b.index] = [Moments(b.d_in, start) for _ in range(split.groups)]
+    offset = 0
+
+    def receive(block: Block, rows: Rows) -> None:
+        assert rows.shape is not None
+        B, L = rows.shape
+        x = rows.x.view(B, L, -1)
+        outputs = [
+            run(x if move is None else move.to(x)(x))
+            for move, run, _ in asked[block.index].values()
+        ]
+        y = torch.cat([o.view(B, L, -1) for o in outputs], -1)
+        for g, w, p in split.pieces([offset + i * L for i in range(B)], L):
+            groups[block.index][g].update(x[w, p], y[w, p])
+
+    with _heard(model, at, receive) as run_model:
+        for batch in windows.split(batch_size):
+            run_model(batch)
+            offset += batch.numel()
+            advance(batch.numel())
+    found: dict[int, dict[Any, Sums]] = {}
+    for b in at:
+        kept = [m for m in groups.pop(b.index) if m.n]
+        found[b.index] = _cross_validated(kept, slices[b.index])
+        for name, affine in ((predict or {}).get(b.index) or {}).items():
+            part = slices[b.index][name]
+            found[b.index][f"predicted {name}"] = [[_sums(affine, m, part) for m in kept]]
+    return found
+
+
+def _cross_validated(groups: list[Moments], slices: dict[Any, slice]) -> dict[Any, Sums]:
+    """[SS_res, SS_tot] of each fold by the map of the others, for each part of the outputs."""
+    if len(groups) < 2:
+        raise ValueError("all rows fall into one fold: give more text (--tokens)")
+    sums: dict[Any, list[list[float]]] = {name: [] for name in slices}
+    for f, held in enumerate(groups):
+        others = [m for g, m in enumerate(groups) if g != f]
+        train = others[0].copy()
+        for m in others[1:]:
+            train.merge(m)
+        W, rank, _ = solve(train)
+        found = score(Affine(W, train.mean_y - W @ train.mean_x, rank), held)
+        for name, part in slices.items():
+            res, tot = (float(t[part].sum()) for t in (found.ss_res, found.ss_tot))
+            sums[name].append([res, tot])
+    return {name: [folds] for name, folds in sums.items()}
+
+
+def _sums(affine: Affine, rows: Moments, part: slice) -> list[float]:
+    """[SS_res, SS_tot] of a map of some of the outputs."""
+    S_xx, S_xy = rows.gram()
+    W, b, tot = affine.weight, affine.bias, rows.S_yy[part]
+    centred = tot + ((W @ S_xx) * W).sum(1) - 2 * (W * S_xy[:, part].t()).sum(1)
+    away = rows.mean_y[part] - W @ rows.mean_x - b
+    res = centred.clamp_min(0) + rows.weight * away.square()
+    return [float(res.sum()), float(tot.sum())]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _range(values: Sequence[float]) -> float:
+    return max(values) - min(values)

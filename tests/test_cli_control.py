@@ -1,0 +1,129 @@
+"""`howlinear control` and `howlinear compare`, as typed."""
+
+import json
+import shutil
+
+import pytest
+
+COMMON = ("--tokens", "8192", "--max-length", "64")
+
+
+@pytest.fixture
+def text(little):
+    return ("--text-file", little / "text.txt", *COMMON)
+
+
+def document(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_random_init_of_a_run_uses_what_the_run_holds(here, little, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(little / "run", run)
+    done = here("control", "random-init", run, "--seeds", "2")
+    assert done.returncode == 0, done.stderr
+    assert "profiling the trained model" not in done.stderr
+    assert "Trained R2 is" in done.stdout
+    written = json.loads((run / "control-random-init.json").read_text())
+    profile = json.loads((run / "profile.json").read_text())
+    assert [b["r2"] for b in written["blocks"]] == [b["r2"] for b in profile["blocks"]]
+    assert written["corpus"]["fingerprint"] == profile["corpus"]["fingerprint"]
+    assert len(written["blocks"][0]["untrained"]) == 2
+
+
+def test_cross_feed_of_a_model_with_itself(here, little, text, tmp_path):
+    model = little / "model"
+    done = here("control", "cross-feed", model, model, *text, "-o", tmp_path, "--json")
+    data = document(done)
+    assert data == json.loads((tmp_path / "control-cross-feed.json").read_text())
+    profile = json.loads((little / "run" / "profile.json").read_text())
+    for row, b in zip(data["blocks"], profile["blocks"], strict=True):
+        assert row["cells"]["ab"]["value"] == pytest.approx(b["r2"], abs=1e-12)
+    assert data["model_b"]["id"] == str(model)
+
+
+def test_matched_prints_a_table_that_fits(here, little, text, tmp_path):
+    done = here("control", "matched", little / "model", *text, "--blocks", "0", "-o", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stdout
+    assert max(map(len, done.stdout.splitlines()[:4])) <= 80
+    assert len(json.loads((tmp_path / "control-matched.json").read_text())["blocks"]) == 1
+
+
+def test_checkpoints_of_a_folder_in_order_and_resumed(here, little, text, tmp_path):
+    for name in ("checkpoint-10", "checkpoint-9"):
+        shutil.copytree(little / "model", tmp_path / "t" / name)
+    args = ("control", "checkpoints", tmp_path / "t", *text, "-o", tmp_path / "out")
+    first = here(*args, "--revisions", "checkpoint-10")
+    assert first.returncode == 0, first.stderr
+    again = here(*args, "--json")
+    assert "loading checkpoint-10" not in again.stderr
+    data = document(again)
+    assert data["summary"]["measured"] == ["checkpoint-9", "checkpoint-10"]
+    assert data["blocks"][0]["r2"][0] == data["blocks"][0]["r2"][1]  # the same weights
+    shown = here(*args)
+    assert "checkpoint-9" in shown.stdout
+
+
+def test_profile_of_several_texts_and_compare(here, little, tmp_path):
+    out = tmp_path / "runs"
+    given = (f"own={little / 'text.txt'}", "docs=python-docs", "python-code")
+    flags = [flag for source in given for flag in ("--corpus", source)]
+    done = here("profile", little / "model", *flags, *COMMON, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in out.iterdir()} == {"own", "docs", "python-code"}
+    assert "own to docs, with 95 % intervals over folds" in done.stdout
+    data = document(here("compare", out / "own", out / "docs", "--json"))
+    assert [run["corpus"]["name"] for run in data["runs"]][1].startswith(
+        "Python language reference"
+    )
+    assert {(c["fit"], c["scored"]) for c in data["crossed"]} == {("own", "docs"), ("docs", "own")}
+    shown = here("compare", out / "own", out / "docs", "-o", tmp_path / "c.json")
+    assert "fitted on" in shown.stdout
+    assert json.loads((tmp_path / "c.json").read_text())["kind"] == "compare"
+    # a text of its own for each run: what reads it later finds it
+    again = here("control", "matched", out / "docs", "--blocks", "0")
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ("profile", "{model}", "--corpus", "a=x.txt", "--text-file", "y.txt"),
+            "all texts with --corpus",
+        ),
+        (
+            ("profile", "{model}", "--corpus", "a=wikitext", "--corpus", "a=python-docs"),
+            "there twice",
+        ),
+        (("profile", "{model}", "--corpus", "../x=wikitext"), "NAME=SOURCE"),
+        (("profile", "{model}", "--corpus", "a=missing.txt"), "does not exist"),
+        (("control", "cross-feed", "{model}", "{wide}"), "only models of one width"),
+        (("control", "cross-feed", "{model}", "{model}", "--pairs", "9:9"), "3 and 3 blocks"),
+        (("control", "checkpoints", "{root}", "--revisions", "step7"), "has no checkpoint step7"),
+        (("control", "checkpoints", "some/model"), "--revisions step0,main"),
+        (("control", "matched", "{run}", "--text-file", "x.txt"), "has a text of its own"),
+        (("compare", "{run}"), "two or more"),
+        (("compare", "{run}", "{root}"), "does not exist"),
+    ],
+)
+def test_mistakes(complaint, little, wide, args, message):
+    places = {"model": little / "model", "run": little / "run", "root": little, "wide": wide}
+    given = [str(arg).format(**places) for arg in args]
+    text = () if "compare" in args or "{run}" in args or "profile" in args else COMMON
+    assert message in complaint(*given, *text)
+
+
+@pytest.fixture(scope="module")
+def wide(little, tmp_path_factory):
+    import torch
+
+    import tiny
+
+    folder = tmp_path_factory.mktemp("wide")
+    shutil.copytree(little / "model", folder, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    tiny.model("llama", vocab_size=30522, hidden_size=32).save_pretrained(folder)
+    return folder
