@@ -4,10 +4,11 @@
     python benchmarks/compress.py RUN --shares 3%,6%,9%     # fewer points
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo); `howlinear swap RUN` first
-lets the baselines rank blocks by measured swap costs. Two questions, answered on text that nothing
-else has read: how many feed-forward parameters each method removes within a budget of 10 % perplexity, and which has
-the lowest perplexity at equal numbers of them. Baselines replace whole blocks; ours is measured where
-it removes at least as much as each of their points.
+lets the baselines rank blocks by measured swap costs. Two questions, answered on text that ours
+was neither fitted to nor chosen by (the baseline's ranking was): how many feed-forward parameters each
+method removes within a budget of 10 % perplexity, and which has the lowest perplexity at equal numbers
+of them. Baselines replace whole blocks; ours is measured where it removes at least as much as each of
+their points.
 """
 
 from __future__ import annotations

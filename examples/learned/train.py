@@ -34,6 +34,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from howlinear import windows
 from howlinear.corpus import builtin
@@ -107,7 +108,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+    logits = model(input_ids=ids, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train(options: argparse.Namespace) -> None:
@@ -150,6 +152,7 @@ def train(options: argparse.Namespace) -> None:
     model.eval()
     with torch.no_grad():
         held_out = [loss_of(model, batch).item() for batch in held.split(BATCH)]
+    disable_progress_bar()
     model.half().save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "train.json").write_text(

@@ -82,7 +82,7 @@ class Compression:
 
     blocks: list[BlockCompression]
     maps: dict[Block, Map] = field(repr=False)
-    change: Comparison | None  # on text that nothing else has read; None: it predicts no tokens
+    change: Comparison | None  # on text that nothing was fitted to or chosen by; None: no tokens
     removed: int
     feed_forward: int  # parameters of all measured blocks
     parameters: int  # of the whole model, before

@@ -50,6 +50,7 @@ from howlinear.stores import (
 from howlinear.units import writes
 
 PROTOCOLS = ("default", "paper")
+DERIVED = ("swap.json", "probe.json", "plan.json", "compress.json", "control-*.json")
 
 Batch = Tensor | dict[str, Tensor]
 
@@ -109,8 +110,9 @@ class Profile:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("swap.json", "probe.json"):  # of maps that are about to be gone
-            (folder / name).unlink(missing_ok=True)
+        for pattern in DERIVED:  # of maps that are about to be gone
+            for path in folder.glob(pattern):
+                path.unlink()
         moments = {
             f"{store.block.index}.{g}.{part}.{name}": value
             for store in self.stores

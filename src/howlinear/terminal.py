@@ -378,7 +378,7 @@ def show_compression(
         console.print(
             f"perplexity {before:.2f} to {after:.2f} ({after / before - 1:+.1%}; "
             f"{change['delta_ppl']:+.2f} ± {change['delta_ppl_se']:.2f}), {change['protocol']}, "
-            f"{change['tokens']} tokens that nothing else has read"
+            f"{change['tokens']} tokens that nothing was fitted to or chosen by"
         )
     if (made := data["exported"]) is not None:
         stored = "" if made["perplexity"] is None else f", perplexity {made['perplexity']:.2f} so"
