@@ -116,6 +116,14 @@ def test_mistakes(complaint, little, wide, args, message):
     assert message in complaint(*given, *text)
 
 
+def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, monkeypatch):
+    monkeypatch.setattr("howlinear.cli_control.available_memory", lambda: 1000)
+    said = complaint("control", "matched", little / "run")
+    assert "GB are free: measure fewer --blocks" in said
+    model = str(little / "model")
+    assert "name fewer --pairs" in complaint("control", "cross-feed", model, model, *COMMON)
+
+
 @pytest.fixture(scope="module")
 def wide(little, tmp_path_factory):
     import torch

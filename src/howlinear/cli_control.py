@@ -16,6 +16,7 @@ from howlinear.cli_parts import (
     Device,
     TrustRemoteCode,
     asked_of,
+    available_memory,
     fitting,
     progress_bars,
     run_model,
@@ -118,8 +119,11 @@ def matched(
     given = _Given(model, text_file, tokens, max_length, folds, device)
     net, ids = given.load(trust_remote_code, allow_pickle)
 
+    from howlinear import blocks as blocks_of
     from howlinear.controls import matched as measure
+    from howlinear.controls import memory
 
+    given.check_room(memory(blocks_of(net, blocks), given.folds))
     with progress_bars() as begin:
         result = measure(
             net,
@@ -152,14 +156,18 @@ def cross_feed(
     as_json: AsJson = False,
 ) -> None:
     """Blocks of A on B's inputs and the other way round: whose weights, whose inputs?"""
-    from howlinear import models
+    from howlinear import blocks, models
     from howlinear.controls import cross_feed as measure
+    from howlinear.controls import depth_pairs, memory
 
     a, b = (
         _Given(name, text_file, tokens, max_length, folds, device) for name in (model_a, model_b)
     )
     net_a, ids_a = a.load(trust_remote_code, allow_pickle)
     net_b, ids_b = b.load(trust_remote_code, allow_pickle, ids_a.shape[1])
+    own = blocks(net_a), blocks(net_b)
+    chosen = depth_pairs(pairs, len(own[0]), len(own[1]))
+    a.check_room(max(memory(side, a.folds, chosen) for side in own), "name fewer --pairs")
     with progress_bars() as begin:
         result = measure(
             net_a,
@@ -303,6 +311,15 @@ class _Given:
             bos=self.bos,
         )
         return net, ids
+
+    def check_room(self, needed: int, way_out: str = "measure fewer --blocks at a time") -> None:
+        """Say what the sums take, and refuse what memory cannot hold."""
+        room = available_memory()
+        if room is not None and needed > room:
+            raise ValueError(
+                f"sums need {needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: {way_out}"
+            )
+        say(f"{needed / 1e9:.1f} GB of memory for sums")
 
     def trained(self, blocks: str | None) -> Any:
         """The run's own profile, where it holds what is asked for."""

@@ -273,6 +273,18 @@ def _check_widths(
             )
 
 
+def memory(own: Sequence[Block], folds: int, pairs: Sequence[tuple[int, int]] | None = None) -> int:
+    """Bytes of sums that `matched` takes, or with pairs of depths `cross_feed`, at most."""
+    total = 0
+    for b in own:
+        each = 2 + len(SCALES)
+        if pairs is not None:
+            met = max(sum(pair[k] == b.index for pair in pairs) for k in (0, 1))
+            each = 1 + 2 * met if met else 0
+        total += 8 * folds * Moments(b.d_in, each * b.d_out).size if each else 0
+    return total
+
+
 def _two_by_two(
     sides: tuple[list[Block], list[Block]],
     pair: tuple[int, int],
