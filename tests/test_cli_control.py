@@ -82,6 +82,11 @@ def test_profile_of_several_texts_and_compare(here, little, tmp_path):
     shown = here("compare", out / "own", out / "docs", "-o", tmp_path / "c.json")
     assert "fitted on" in shown.stdout
     assert json.loads((tmp_path / "c.json").read_text())["kind"] == "compare"
+    odd = here("control", "cross-feed", out / "own", out / "docs")
+    assert "read Python language reference" in odd.stderr
+    assert odd.returncode == 2
+    fed = document(here("control", "cross-feed", out / "docs", little / "model", "--json"))
+    assert fed["settings"]["same_tokens"] is True  # the text of the run, for both
     # a text of its own for each run: what reads it later finds it
     again = here("control", "matched", out / "docs", "--blocks", "0")
     assert again.returncode == 0, again.stderr

@@ -40,17 +40,18 @@ from howlinear import windows
 from howlinear.corpus import builtin
 from howlinear.monitor import LinearityMonitor
 
-VOCABULARY, LENGTH, DEPTH, HEADS, BATCH = 2048, 128, 8, 4, 16
+VOCABULARY, LENGTH, DEPTH, HEADS, BATCH = 2048, 128, 8, 4, 8
 WATCHED = 10_240  # tokens that the monitor reads: one cell for each of five folds
 AT = (1, 4, 16, 64, 128, 256, 512, 768)  # steps to measure at, beside the first and the last
 
 FAMILIES = ("gpt2", "gpt-neox", "llama")
 EVERY = {
-    **{f"{family}-{seed}": (family, f"--seed={seed}") for family in FAMILIES for seed in (0, 1, 2)},
+    "gpt2-wide": ("gpt2", "--width=192"),
+    **{f"{family}-{seed}": (family, f"--seed={seed}") for seed in (0, 1) for family in FAMILIES},
     "gpt2-lr-low": ("gpt2", "--lr=3e-4"),
     "gpt2-lr-high": ("gpt2", "--lr=1e-2"),
     "gpt2-no-decay": ("gpt2", "--weight-decay=0"),
-    "gpt2-wide": ("gpt2", "--width=192"),
+    **{f"{family}-2": (family, "--seed=2") for family in FAMILIES},
 }
 
 
@@ -118,7 +119,7 @@ def train(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(text.fit)
     model = model_of(options.family, options.width, options.seed).train()
     ids = windows(text.fit, tokenizer, LENGTH)
-    held = windows(text.choose(), tokenizer, LENGTH, tokens=50 * LENGTH * BATCH)
+    held = windows(text.choose(), tokenizer, LENGTH, tokens=64_000)
     watched = windows(text.report(), tokenizer, LENGTH, tokens=WATCHED)
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(9)])

@@ -164,7 +164,8 @@ def cross_feed(
         _Given(name, text_file, tokens, max_length, folds, device) for name in (model_a, model_b)
     )
     net_a, ids_a = a.load(trust_remote_code, allow_pickle)
-    net_b, ids_b = b.load(trust_remote_code, allow_pickle, ids_a.shape[1])
+    b.read_as(a, ids_a.shape[1])
+    net_b, ids_b = b.load(trust_remote_code, allow_pickle)
     own = blocks(net_a), blocks(net_b)
     chosen = depth_pairs(pairs, len(own[0]), len(own[1]))
     a.check_room(max(memory(side, a.folds, chosen) for side in own), "name fewer --pairs")
@@ -283,9 +284,15 @@ class _Given:
         self.tokens, self.length = settings["tokens"], settings["window"]
         self.folds, self.bos = settings["folds"], settings.get("bos", "auto")
 
-    def load(
-        self, trust_remote_code: bool, allow_pickle: bool, length: int | None = None
-    ) -> tuple[Any, Any]:
+    def read_as(self, other: _Given, length: int) -> None:
+        """The text of another one in place of its own, in the same windows."""
+        if self.run is not None and self.text.fingerprint() != other.text.fingerprint():
+            raise ValueError(
+                f"{self.run} read {self.text.name} and the other {other.text.name}: name its model"
+            )
+        self.text, self.tokens, self.length = other.text, other.tokens, length
+
+    def load(self, trust_remote_code: bool, allow_pickle: bool) -> tuple[Any, Any]:
         """The model and its windows."""
         from howlinear import blocks, corpus, models
 
@@ -306,7 +313,7 @@ class _Given:
         ids = corpus.windows(
             self.text.fit,
             tokenizer,
-            fitting(net, tokenizer, length or self.length),
+            fitting(net, tokenizer, self.length),
             tokens=self.tokens or corpus.default_tokens(widest),
             bos=self.bos,
         )

@@ -39,8 +39,9 @@ class Comparison:
         """A row a depth: each run's R2 and its standard error."""
         depth = max(len(p.blocks) for p in self.profiles)
         rows = []
+        deepest = max(self.profiles, key=lambda p: len(p.blocks))
         for i in range(depth):
-            row: dict[str, Any] = {"index": i, "runs": []}
+            row: dict[str, Any] = {"index": deepest.blocks[i].index, "runs": []}
             for p in self.profiles:
                 b = p.blocks[i] if i < len(p.blocks) else None
                 found = None if b is None else _shown(b)
@@ -87,14 +88,18 @@ def compare_runs(folders: Sequence[str | Path]) -> Comparison:
                 f"{len(profiles[j].blocks)} blocks: no depth of one is a depth of the other"
             )
             continue
+        if [b.index for b in profiles[i].blocks] != [b.index for b in profiles[j].blocks]:
+            notes.append(f"{names[i]} and {names[j]} hold blocks of different depths")
         sums = [_sums(profiles[k]) for k in (i, j)]
         paired = _same_text(profiles[i], profiles[j])
-        pairs.append({"a": names[i], "b": names[j], **alike(*sums, paired=paired)})
+        found = alike(*sums, paired=paired)
+        found["largest_shift_at"] = profiles[i].blocks[found["largest_shift_at"]].index
+        pairs.append({"a": names[i], "b": names[j], **found})
     crossed = []
     for i, j in permutations(range(len(paths)), 2):
         if _crossable(profiles[i], profiles[j]):
-            found = crossed_r2(profiles[i], paths[j], profiles[j])
-            crossed.append({"fit": names[i], "scored": names[j], **found})
+            scored = crossed_r2(profiles[i], paths[j], profiles[j])
+            crossed.append({"fit": names[i], "scored": names[j], **scored})
     return Comparison(names, profiles, pairs, crossed, notes)
 
 
@@ -118,7 +123,7 @@ def alike(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
             lambda a, b: sum(map(abs, shift(a, b))) / len(a), runs, paired=paired
         ).to_dict(),
         "largest_shift": jackknife(lambda a, b: b[at] - a[at], runs, paired=paired).to_dict(),
-        "largest_shift_at": at,
+        "largest_shift_at": at,  # in the order of the blocks
     }
 
 
