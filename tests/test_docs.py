@@ -40,10 +40,12 @@ def test_readme_commands_exist():
 
     from howlinear.cli import app
 
-    lines = re.findall(r"^howlinear (\w+) (.*?)(?:#.*)?$", README, re.M)
-    assert {command for command, _ in lines} == {"profile", "swap", "probe", "compress", "bench"}
+    lines = re.findall(r"^howlinear (control [\w-]+|\w+) (.*?)(?:#.*)?$", README, re.M)
+    kinds = {f"control {kind}" for kind in ("random-init", "cross-feed", "matched", "checkpoints")}
+    plain = {"profile", "swap", "probe", "compress", "bench", "compare"}
+    assert {command for command, _ in lines} == plain | kinds
     for command, rest in lines:
-        known = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        known = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output
         assert all(flag in known for flag in re.findall(r"(?<!\S)--?[a-z-]+", rest)), rest
 
 
