@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,7 @@ def matched(
         asked[b.index] = {
             "own": (None, module, b.d_out),
             "whitened": (whitening(*stats[b.index]), module, b.d_out),
-            **{f"x{s:g}": (_scaling(s, b.d_in), module, b.d_out) for s in SCALES},
+            **{f"x{s:g}": (partial(torch.mul, other=s), module, b.d_out) for s in SCALES},
         }
         try:
             expected[b.index] = expected_map(model, b, *stats[b.index])
@@ -405,10 +406,6 @@ def matched(
         "scales": list(SCALES),
     }
     return Control("matched", rows, summary, settings, notes)
-
-
-def _scaling(scale: float, d: int) -> Affine:
-    return Affine(scale * torch.eye(d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64), d)
 
 
 def _gaussian(
@@ -525,7 +522,8 @@ def training(path: Path, asked: dict[str, Any]) -> Training:
 
 # -- feeding --------------------------------------------------------------------------------------
 
-_Output = tuple[Affine | None, Callable[[Tensor], Tensor], int]  # move x first, then run, d_out
+Rewrite = Callable[[Tensor], Tensor]
+_Output = tuple[Rewrite | None, Rewrite, int]  # move x first, then run, d_out
 
 
 def _callable(model: nn.Module, block: Block) -> Callable[[Tensor], Tensor]:
@@ -608,8 +606,8 @@ def _feed(
         B, L = rows.shape
         x = rows.x.view(B, L, -1)
         outputs = [
-            run(x if move is None else move.to(x)(x))
-            for move, run, _ in asked[block.index].values()
+            rows.y if name == "own" else run(x if move is None else move(x))
+            for name, (move, run, _) in asked[block.index].items()
         ]
         y = torch.cat([o.view(B, L, -1) for o in outputs], -1)
         for g, w, p in split.pieces([offset + i * L for i in range(B)], L):
