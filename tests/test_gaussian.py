@@ -76,7 +76,7 @@ def test_the_mean_jacobian_is_what_rows_give(family):
     mean, cov = torch.randn(d, generator=g, dtype=D), 9 * R @ R.t() / d
     found = expected_map(model, block, mean, cov)
     module = as_module(model, block)
-    x = draw(mean, cov, 20_000, g).float()
+    x = draw(mean, symmetric_root(cov), 20_000, g).float()
     J = torch.func.vmap(torch.func.jacrev(lambda row: _first(module(row[None]))[0]))(x).double()
     se = J.std(0) / math.sqrt(len(x))
     floor = 1e-5 * J.abs().mean()  # float32 rounding, and the grid at kinks
@@ -102,7 +102,7 @@ def test_it_is_the_least_squares_map_of_gaussian_rows_and_no_other():
     mean, cov = torch.full((d,), 0.3, dtype=D), 4 * torch.eye(d, dtype=D)
     found = expected_map(model, block, mean, cov)
     moments = Moments(d, d)
-    x = draw(mean, cov, 100_000, torch.Generator().manual_seed(0)).float()
+    x = draw(mean, symmetric_root(cov), 100_000, torch.Generator().manual_seed(0)).float()
     with torch.no_grad():
         moments.update(x, as_module(model, block)(x))
     best = score(fit(moments), moments).r2
@@ -157,5 +157,5 @@ def test_directions_without_variance_stay_without():
     root = symmetric_root(S, -0.5)
     assert bool(root.isfinite().all())
     assert float(root[2, 2]) == 0
-    x = draw(torch.zeros(3, dtype=D), S, 10, torch.Generator().manual_seed(0))
+    x = draw(torch.zeros(3, dtype=D), symmetric_root(S), 10, torch.Generator().manual_seed(0))
     assert float(x[:, 2].abs().max()) == 0

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from howlinear.affine import Affine, score, solve
 from howlinear.families import Block, Rows, as_module, backbone, blocks, call_options, tap
-from howlinear.gaussian import draw, expected_map, transport, whitening
+from howlinear.gaussian import draw, expected_map, symmetric_root, transport, whitening
 from howlinear.jackknife import Sums, jackknife, r2s
 from howlinear.moments import Moments
 from howlinear.profiling import Profile, profile
@@ -418,7 +418,7 @@ def _gaussian(
     expected: Affine | None,
 ) -> tuple[Sums, Sums | None]:
     """R2 on as many Gaussian rows as the text has, and of the predicted map there."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, root = torch.Generator().manual_seed(seed), symmetric_root(stats[1])
     groups = [Moments(block.d_in, block.d_out) for _ in range(split.groups)]
     sizes = [0] * split.groups
     length = windows.shape[1]
@@ -426,7 +426,7 @@ def _gaussian(
         sizes[g] += (w.stop - w.start) * length
     for moments, size in zip(groups, sizes, strict=True):
         for start in range(0, size, 4096):
-            x = draw(*stats, min(4096, size - start), generator)
+            x = draw(stats[0], root, min(4096, size - start), generator)
             moments.update(x.float(), module(x.float()))
     kept = [m for m in groups if m.n]
     sums = _cross_validated(kept, {"own": slice(None)})["own"]

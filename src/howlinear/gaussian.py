@@ -2,7 +2,7 @@
 
     expected_map(model, block, mean, covariance)        # Affine, W = E[Jacobian]
     transport(mean_a, cov_a, mean_b, cov_b)             # Affine, Gaussian a to Gaussian b
-    draw(mean, covariance, rows, generator)             # (rows, d)
+    draw(mean, symmetric_root(covariance), rows, generator)     # (rows, d)
 
 Stein's lemma: for x ~ N(m, S), Cov(f(x), x) = E[f'(x)] S, so the least-squares map of any block on
 Gaussian inputs is its mean Jacobian. Hidden unit j sees x through one number, g_j = G_j x + b_j, or
@@ -61,10 +61,10 @@ def whitening(mean: Tensor, covariance: Tensor) -> Affine:
     return Affine(A, mean - A @ mean, int(torch.linalg.matrix_rank(A, hermitian=True)))
 
 
-def draw(mean: Tensor, covariance: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    """Rows (rows, d) of N(mean, covariance), float64."""
+def draw(mean: Tensor, root: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    """Rows (rows, d) of N(mean, root root'), float64; `symmetric_root` has the root."""
     z = torch.randn(rows, len(mean), generator=generator, dtype=torch.float64)
-    return mean + z @ symmetric_root(covariance)
+    return mean + z @ root.t()
 
 
 def expected_map(model: nn.Module, block: Block, mean: Tensor, covariance: Tensor) -> Affine:
