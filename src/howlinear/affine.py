@@ -240,6 +240,10 @@ class Score:
         """Root mean squared norm of a row of y."""
         return math.sqrt(self.ss_raw / self.weight)
 
+    def sums(self, part: slice = slice(None)) -> list[float]:
+        """[SS_res, SS_tot] over all features, or some of them: what folds add up."""
+        return [float(self.ss_res[part].sum()), float(self.ss_tot[part].sum())]
+
     def to_dict(self) -> dict[str, Any]:
         names = ("r2", "r2_scalar", "r2_feature", "rmse", "residual_norm", "output_norm")
         return {name: getattr(self, name) for name in names} | {"n_heldout": self.n}

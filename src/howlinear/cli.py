@@ -130,7 +130,10 @@ def profile(
         Path | None, typer.Option("--out", "-o", help="Run folder to write; runs/MODEL by default.")
     ] = None,
     text_file: Annotated[
-        str | None, typer.Option(help="A utf-8 text to read, - for stdin. WikiText-2 by default.")
+        str | None,
+        typer.Option(
+            help="A utf-8 text, - for stdin, or python-docs, python-code; WikiText-2 if none."
+        ),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="A dataset's hub id or folder.")] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,

@@ -24,7 +24,7 @@ from howlinear.stores import PARTS
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """What `compare.json` holds, beside the profiles that it was made from."""
 
     names: list[str]
@@ -37,17 +37,14 @@ class Comparison:
     @property
     def blocks(self) -> list[dict[str, Any]]:
         """A row a depth: each run's R2 and its standard error."""
-        depth = max(len(p.blocks) for p in self.profiles)
-        rows = []
         deepest = max(self.profiles, key=lambda p: len(p.blocks))
-        for i in range(depth):
-            row: dict[str, Any] = {"index": deepest.blocks[i].index, "runs": []}
-            for p in self.profiles:
-                b = p.blocks[i] if i < len(p.blocks) else None
-                found = None if b is None else _shown(b)
-                row["runs"].append(found)
-            rows.append(row)
-        return rows
+        return [
+            {
+                "index": b.index,
+                "runs": [_shown(p.blocks[i]) if i < len(p.blocks) else None for p in self.profiles],
+            }
+            for i, b in enumerate(deepest.blocks)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -70,7 +67,7 @@ class Comparison:
         }
 
 
-def compare_runs(folders: Sequence[str | Path]) -> Comparison:
+def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
     """Hold every run against every other."""
     if len(folders) < 2:
         raise ValueError("one run has nothing to be compared with: name two or more")
@@ -100,7 +97,7 @@ def compare_runs(folders: Sequence[str | Path]) -> Comparison:
         if _crossable(profiles[i], profiles[j]):
             scored = crossed_r2(profiles[i], paths[j], profiles[j])
             crossed.append({"fit": names[i], "scored": names[j], **scored})
-    return Comparison(names, profiles, pairs, crossed, notes)
+    return RunComparison(names, profiles, pairs, crossed, notes)
 
 
 def alike(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
@@ -138,8 +135,7 @@ def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]
             for part in PARTS[1:]:
                 rows.merge(parts[part][g].narrow(block.d_in))
             if rows.n:
-                found = score(affine, rows)
-                folds.append([float(found.ss_res.sum()), float(found.ss_tot.sum())])
+                folds.append(score(affine, rows).sums())
         sums.append(folds)
     mean = jackknife(lambda a: sum(a) / len(a), [sums], paired=True)
     return {"mean": mean.to_dict(), "r2": r2s(sums)}

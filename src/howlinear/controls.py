@@ -7,18 +7,13 @@
 Each returns a `Control`: what to write, block by block, with error bars. A control that feeds
 blocks with other inputs than their own runs each model twice: once for the mean and covariance of
 every block's input, once for the rows. No activations are stored.
-
-Least squares does not care how inputs are written: regressing f(Ax + c) on x gives the R2 of f on
-Ax + c, whatever invertible A. So the outputs of several blocks, and of one block on scaled, moved
-or whitened inputs, share one set of sums and one factorisation with x on its left side.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.affine import Affine, score, solve
-from howlinear.families import Block, Rows, as_module, backbone, blocks, call_options, tap
-from howlinear.gaussian import draw, expected_map, symmetric_root, transport, whitening
+from howlinear.affine import Affine
+from howlinear.families import Block, blocks
+from howlinear.feeding import Output, as_function, feed, input_moments, on_gaussian
+from howlinear.gaussian import expected_map, transport, whitening
 from howlinear.jackknife import Sums, jackknife, r2s
 from howlinear.moments import Moments
 from howlinear.profiling import Profile, profile
-from howlinear.records import MONITORED, SCHEMA, pearson, read_json
+from howlinear.records import MONITORED, SCHEMA, BlockProfile, pearson, read_json
 from howlinear.stores import Folds, check_rows
 
 SCALES = (0.5, 2.0, 4.0)
@@ -105,27 +101,7 @@ def random_init(
         net = untrained(model, seed, shuffled)
         draws.append(measured(net, f"profiling without training, seed {seed}"))
         del net
-    rows: list[dict[str, Any]] = []
-    for i, b in enumerate(trained.blocks):
-        drawn = [p.blocks[i] for p in draws]
-        values = [d.r2 for d in drawn]
-        rows.append(
-            {
-                "index": b.index,
-                "path": b.path,
-                "r2": b.r2,
-                "r2_se": b.r2_se,
-                "r2_body": b.r2_body,
-                "untrained": [
-                    {"seed": s, "r2": d.r2, "r2_se": d.r2_se, "r2_body": d.r2_body}
-                    for s, d in enumerate(drawn)
-                ],
-                "low": min(values),
-                "high": max(values),
-                "mean": sum(values) / len(values),
-                "outside": not min(values) <= b.r2 <= max(values),
-            }
-        )
+    rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
     summary = {
         "below": sum(r["r2"] < r["low"] for r in rows),
         "above": sum(r["r2"] > r["high"] for r in rows),
@@ -143,6 +119,26 @@ def random_init(
         "folds": folds,
     }
     return Control("random-init", rows, summary, settings)
+
+
+def _beside(b: BlockProfile, drawn: Sequence[BlockProfile]) -> dict[str, Any]:
+    """One trained block beside the same one of each untrained model."""
+    values = [d.r2 for d in drawn]
+    return {
+        "index": b.index,
+        "path": b.path,
+        "r2": b.r2,
+        "r2_se": b.r2_se,
+        "r2_body": b.r2_body,
+        "untrained": [
+            {"seed": s, "r2": d.r2, "r2_se": d.r2_se, "r2_body": d.r2_body}
+            for s, d in enumerate(drawn)
+        ],
+        "low": min(values),
+        "high": max(values),
+        "mean": _mean(values),
+        "outside": not min(values) <= b.r2 <= max(values),
+    }
 
 
 def untrained(model: nn.Module, seed: int, shuffled: bool = False) -> nn.Module:
@@ -196,7 +192,7 @@ def cross_feed(
     models, windows = (model_a, model_b), (windows_a, windows_b)
     used = tuple(sorted({pair[k] for pair in chosen}) for k in (0, 1))
     stats = [
-        _input_moments(
+        input_moments(
             models[k],
             windows[k],
             [sides[k][i] for i in used[k]],
@@ -205,15 +201,15 @@ def cross_feed(
         )
         for k in (0, 1)
     ]
-    modules = [{i: _callable(models[k], sides[k][i]) for i in used[k]} for k in (0, 1)]
+    modules = [{i: as_function(models[k], sides[k][i]) for i in used[k]} for k in (0, 1)]
     # on the inputs of each: its own block, the other's blocks, and its own block on inputs moved
     # to where the other's are
     scores: list[dict[int, dict[Any, Sums]]] = []
     for k in (0, 1):
-        asked: dict[int, dict[Any, _Output]] = {}
+        asked: dict[int, dict[Any, Output]] = {}
         for i in used[k]:
             here = sides[k][i]
-            outputs: dict[Any, _Output] = {"own": (None, modules[k][i], here.d_out)}
+            outputs: dict[Any, Output] = {"own": (None, modules[k][i], here.d_out)}
             for pair in chosen:
                 if pair[k] == i:
                     j = pair[1 - k]
@@ -223,7 +219,7 @@ def cross_feed(
                     outputs["moved", j] = (moved, modules[k][i], here.d_out)
             asked[i] = outputs
         advance = progress(f"blocks on the inputs of {'AB'[k]}", windows[k].numel())
-        scores.append(_feed(models[k], windows[k], sides[k], asked, split, batch_size, advance))
+        scores.append(feed(models[k], windows[k], sides[k], asked, split, batch_size, advance))
     same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
     rows = [_two_by_two(sides, (i, j), scores, paired=same_windows) for i, j in chosen]
     summary = {
@@ -348,12 +344,12 @@ def matched(
     own = blocks(model, at)
     split = Folds(folds)
     check_rows(windows.shape[0], windows.shape[1], max(b.d_in for b in own), split)
-    stats = _input_moments(model, windows, own, batch_size, progress("inputs", windows.numel()))
+    stats = input_moments(model, windows, own, batch_size, progress("inputs", windows.numel()))
     notes: list[str] = []
-    asked: dict[int, dict[Any, _Output]] = {}
+    asked: dict[int, dict[Any, Output]] = {}
     expected: dict[int, Affine | None] = {}
     for b in own:
-        module = _callable(model, b)
+        module = as_function(model, b)
         asked[b.index] = {
             "own": (None, module, b.d_out),
             "whitened": (whitening(*stats[b.index]), module, b.d_out),
@@ -366,16 +362,16 @@ def matched(
             expected[b.index] = None
     by_index = {b.index: b for b in own}
     advance = progress("blocks on their inputs, moved", windows.numel())
-    predict = {i: {"own": a} for i, a in expected.items() if a is not None}
-    scores = _feed(model, windows, by_index, asked, split, batch_size, advance, predict=predict)
+    known = {i: a for i, a in expected.items() if a is not None}
+    scores = feed(model, windows, by_index, asked, split, batch_size, advance, known)
     rows: list[dict[str, Any]] = []
     advance = progress("blocks on Gaussian inputs", windows.numel())
     for b in own:
-        sums, guess = _gaussian(
+        sums, guess = on_gaussian(
             asked[b.index]["own"][1], b, stats[b.index], windows, split, seed, expected[b.index]
         )
         found = {str(name): s for name, s in scores[b.index].items()} | {"gaussian": sums}
-        told = found.pop("predicted own", None)
+        told = found.pop("predicted", None)
         advance(windows.numel() // len(own))
         rows.append(
             {
@@ -406,33 +402,6 @@ def matched(
         "scales": list(SCALES),
     }
     return Control("matched", rows, summary, settings, notes)
-
-
-def _gaussian(
-    module: Callable[[Tensor], Tensor],
-    block: Block,
-    stats: tuple[Tensor, Tensor],
-    windows: Tensor,
-    split: Folds,
-    seed: int,
-    expected: Affine | None,
-) -> tuple[Sums, Sums | None]:
-    """R2 on as many Gaussian rows as the text has, and of the predicted map there."""
-    generator, root = torch.Generator().manual_seed(seed), symmetric_root(stats[1])
-    groups = [Moments(block.d_in, block.d_out) for _ in range(split.groups)]
-    sizes = [0] * split.groups
-    length = windows.shape[1]
-    for g, w, _ in split.pieces([i * length for i in range(len(windows))], length):
-        sizes[g] += (w.stop - w.start) * length
-    for moments, size in zip(groups, sizes, strict=True):
-        for start in range(0, size, 4096):
-            x = draw(stats[0], root, min(4096, size - start), generator)
-            moments.update(x.float(), module(x.float()))
-    kept = [m for m in groups if m.n]
-    sums = _cross_validated(kept, {"own": slice(None)})["own"]
-    if expected is None:
-        return sums, None
-    return sums, [[_sums(expected, m, slice(None)) for m in kept]]
 
 
 # -- over training --------------------------------------------------------------------------------
@@ -518,142 +487,6 @@ def training(path: Path, asked: dict[str, Any]) -> Training:
     if not ok:
         raise ValueError(f"{path} is damaged: remove it")
     return Training(asked, found)
-
-
-# -- feeding --------------------------------------------------------------------------------------
-
-Rewrite = Callable[[Tensor], Tensor]
-_Output = tuple[Rewrite | None, Rewrite, int]  # move x first, then run, d_out
-
-
-def _callable(model: nn.Module, block: Block) -> Callable[[Tensor], Tensor]:
-    """The block as a function of rows, in its own dtype and on its own device."""
-    module = as_module(model, block)
-    parameter = next(model.parameters())
-
-    def run(x: Tensor) -> Tensor:
-        windows = x if x.dim() == 3 else x[None]  # experts count on batches of windows
-        with torch.no_grad():
-            y = module(windows.to(parameter))
-        return (y[0] if isinstance(y, tuple) else y).view(*x.shape[:-1], -1)
-
-    return run
-
-
-@contextmanager
-def _heard(
-    model: nn.Module, at: Sequence[Block], receive: Any
-) -> Iterator[Callable[[Tensor], None]]:
-    """Inside, a call with windows runs the model without its head."""
-    net, device = backbone(model), next(model.parameters()).device
-    extra = call_options(net)
-
-    def run(ids: Tensor) -> None:
-        with torch.no_grad():
-            net(input_ids=ids.to(device), **extra)
-
-    with tap(model, receive, at=at):
-        yield run
-
-
-def _input_moments(
-    model: nn.Module,
-    windows: Tensor,
-    at: Sequence[Block],
-    batch_size: int,
-    advance: Callable[[int], None],
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Mean and covariance of what enters each block."""
-    sums = {b.index: Moments(b.d_in, 1) for b in at}
-
-    def receive(block: Block, rows: Rows) -> None:
-        sums[block.index].update(rows.x, rows.x[..., :1])
-
-    with _heard(model, at, receive) as run:
-        for batch in windows.split(batch_size):
-            run(batch)
-            advance(batch.numel())
-    return {i: (m.mean_x, m.gram()[0] / m.weight) for i, m in sums.items()}
-
-
-def _feed(
-    model: nn.Module,
-    windows: Tensor,
-    known: Any,
-    asked: dict[int, dict[Any, _Output]],
-    split: Folds,
-    batch_size: int,
-    advance: Callable[[int], None],
-    predict: dict[int, dict[Any, Affine]] | None = None,
-) -> dict[int, dict[Any, Sums]]:
-    """Cross-validated sums of every output asked for on the inputs of each block.
-
-    `predict` has maps to score on the same rows, by the output that they predict.
-    """
-    at = [known[i] for i in sorted(asked)]
-    groups: dict[int, list[Moments]] = {}
-    slices: dict[int, dict[Any, slice]] = {}
-    for b in at:
-        start, slices[b.index] = 0, {}
-        for name, (_, _, width) in asked[b.index].items():
-            slices[b.index][name] = slice(start, start + width)
-            start += width
-        groups[b.index] = [Moments(b.d_in, start) for _ in range(split.groups)]
-    offset = 0
-
-    def receive(block: Block, rows: Rows) -> None:
-        assert rows.shape is not None
-        B, L = rows.shape
-        x = rows.x.view(B, L, -1)
-        outputs = [
-            rows.y if name == "own" else run(x if move is None else move(x))
-            for name, (move, run, _) in asked[block.index].items()
-        ]
-        y = torch.cat([o.view(B, L, -1) for o in outputs], -1)
-        for g, w, p in split.pieces([offset + i * L for i in range(B)], L):
-            groups[block.index][g].update(x[w, p], y[w, p])
-
-    with _heard(model, at, receive) as run_model:
-        for batch in windows.split(batch_size):
-            run_model(batch)
-            offset += batch.numel()
-            advance(batch.numel())
-    found: dict[int, dict[Any, Sums]] = {}
-    for b in at:
-        kept = [m for m in groups.pop(b.index) if m.n]
-        found[b.index] = _cross_validated(kept, slices[b.index])
-        for name, affine in ((predict or {}).get(b.index) or {}).items():
-            part = slices[b.index][name]
-            found[b.index][f"predicted {name}"] = [[_sums(affine, m, part) for m in kept]]
-    return found
-
-
-def _cross_validated(groups: list[Moments], slices: dict[Any, slice]) -> dict[Any, Sums]:
-    """[SS_res, SS_tot] of each fold by the map of the others, for each part of the outputs."""
-    if len(groups) < 2:
-        raise ValueError("all rows fall into one fold: give more text (--tokens)")
-    sums: dict[Any, list[list[float]]] = {name: [] for name in slices}
-    for f, held in enumerate(groups):
-        others = [m for g, m in enumerate(groups) if g != f]
-        train = others[0].copy()
-        for m in others[1:]:
-            train.merge(m)
-        W, rank, _ = solve(train)
-        found = score(Affine(W, train.mean_y - W @ train.mean_x, rank), held)
-        for name, part in slices.items():
-            res, tot = (float(t[part].sum()) for t in (found.ss_res, found.ss_tot))
-            sums[name].append([res, tot])
-    return {name: [folds] for name, folds in sums.items()}
-
-
-def _sums(affine: Affine, rows: Moments, part: slice) -> list[float]:
-    """[SS_res, SS_tot] of a map of some of the outputs."""
-    S_xx, S_xy = rows.gram()
-    W, b, tot = affine.weight, affine.bias, rows.S_yy[part]
-    centred = tot + ((W @ S_xx) * W).sum(1) - 2 * (W * S_xy[:, part].t()).sum(1)
-    away = rows.mean_y[part] - W @ rows.mean_x - b
-    res = centred.clamp_min(0) + rows.weight * away.square()
-    return [float(res.sum()), float(tot.sum())]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -82,7 +82,7 @@ def measure(
         n_fit=n_fit,
         n_heldout=total.n,
         rows_per_column=n_fit / block.d_in,
-        fold_sums=_fold_sums(crossed.scores) if folds else None,
+        fold_sums=[s.sums() for s in crossed.scores] if folds else None,
     )
     return Measured(record, affine, total.r2_by_feature)
 
@@ -139,14 +139,9 @@ def _pooled(scores: list[Score]) -> Score:
     return total
 
 
-def _fold_sums(scores: list[Score]) -> list[list[float]]:
-    """[SS_res, SS_tot] of each held-out fold: r2 is one less the ratio of their sums."""
-    return [[float(s.ss_res.sum()), float(s.ss_tot.sum())] for s in scores]
-
-
 def _standard_error(scores: list[Score], r2: float) -> float:
     """Of a ratio of sums over K folds. Folds share fit rows, so this is an approximation."""
-    K, parts = len(scores), _fold_sums(scores)
+    K, parts = len(scores), [s.sums() for s in scores]
     spread = sum((res - (1 - r2) * tot) ** 2 for res, tot in parts)
     whole = sum(tot for _, tot in parts)
     return math.sqrt(K / (K - 1) * spread) / whole if whole > 0 and K > 1 else math.nan

@@ -64,9 +64,8 @@ class LinearityMonitor:
             raise ValueError(f"every must be at least 1 step, got {every}")
         if max_overhead is not None and not max_overhead > 0:
             raise ValueError(f"max_overhead must be positive, or None for no bound: {max_overhead}")
-        self.model: nn.Module = getattr(
-            model, "_orig_mod", model
-        )  # compiled: hooks need the inside
+        # of a compiled model the inside: hooks are not heard outside
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.blocks: list[Block] = blocks(self.model, at)
         check_rows(
             windows.shape[0], windows.shape[1], max(b.d_in for b in self.blocks), Folds(folds)
