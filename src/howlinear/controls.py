@@ -202,22 +202,9 @@ def cross_feed(
         for k in (0, 1)
     ]
     modules = [{i: as_function(models[k], sides[k][i]) for i in used[k]} for k in (0, 1)]
-    # on the inputs of each: its own block, the other's blocks, and its own block on inputs moved
-    # to where the other's are
     scores: list[dict[int, dict[Any, Sums]]] = []
     for k in (0, 1):
-        asked: dict[int, dict[Any, Output]] = {}
-        for i in used[k]:
-            here = sides[k][i]
-            outputs: dict[Any, Output] = {"own": (None, modules[k][i], here.d_out)}
-            for pair in chosen:
-                if pair[k] == i:
-                    j = pair[1 - k]
-                    there = sides[1 - k][j]
-                    outputs["other", j] = (None, modules[1 - k][j], there.d_out)
-                    moved = transport(*stats[k][i], *stats[1 - k][j])
-                    outputs["moved", j] = (moved, modules[k][i], here.d_out)
-            asked[i] = outputs
+        asked = {i: _on_inputs_of(k, i, sides, chosen, stats, modules) for i in used[k]}
         advance = progress(f"blocks on the inputs of {'AB'[k]}", windows[k].numel())
         scores.append(feed(models[k], windows[k], sides[k], asked, split, batch_size, advance))
     same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
@@ -234,6 +221,27 @@ def cross_feed(
         "same_tokens": same_windows,
     }
     return Control("cross-feed", rows, summary, settings)
+
+
+def _on_inputs_of(
+    k: int,
+    i: int,
+    sides: tuple[list[Block], list[Block]],
+    chosen: Sequence[tuple[int, int]],
+    stats: Sequence[dict[int, tuple[Tensor, Tensor]]],
+    modules: Sequence[dict[int, Callable[[Tensor], Tensor]]],
+) -> dict[Any, Output]:
+    """What runs on the inputs of block i of side k: itself, each block of the other side that it
+    meets, and itself on inputs moved to where that one's are."""
+    width = sides[k][i].d_out
+    outputs: dict[Any, Output] = {"own": (None, modules[k][i], width)}
+    for pair in chosen:
+        if pair[k] == i:
+            j = pair[1 - k]
+            outputs["other", j] = (None, modules[1 - k][j], sides[1 - k][j].d_out)
+            moved = transport(*stats[k][i], *stats[1 - k][j])
+            outputs["moved", j] = (moved, modules[k][i], width)
+    return outputs
 
 
 def depth_pairs(text: str, count_a: int, count_b: int) -> list[tuple[int, int]]:
@@ -386,6 +394,18 @@ def matched(
                 },
             }
         )
+    settings = {
+        "tokens": windows.numel(),
+        "window": windows.shape[1],
+        "folds": folds,
+        "seed": seed,
+        "scales": list(SCALES),
+    }
+    return Control("matched", rows, _over_depth(rows), settings, notes)
+
+
+def _over_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means of R2 on each kind of input, and how they go with R2 on own ones."""
     values = {name: [r["r2"][name]["value"] for r in rows] for name in rows[0]["r2"]}
     summary: dict[str, Any] = {
         name: {"mean": _mean(v), "pearson_with_own": pearson(values["own"], v)}
@@ -394,14 +414,7 @@ def matched(
     predicted = [r["predicted"]["r2"]["value"] for r in rows if r["predicted"]]
     if predicted:
         summary["predicted"] = {"mean": _mean(predicted)}
-    settings = {
-        "tokens": windows.numel(),
-        "window": windows.shape[1],
-        "folds": folds,
-        "seed": seed,
-        "scales": list(SCALES),
-    }
-    return Control("matched", rows, summary, settings, notes)
+    return summary
 
 
 # -- over training --------------------------------------------------------------------------------
