@@ -103,7 +103,7 @@ def test_runs_that_do_not_fit_are_refused(little, copied, complaint):
     )
     assert "does not say how" in changed(asked=None)
     narrow = [b | {"d_in": 8} for b in data["blocks"]]
-    assert "block 0 has no weight" in changed(blocks=narrow)  # a map of the wrong width
+    assert "its block 0" in changed(blocks=narrow)  # a map of the wrong width
 
 
 def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complaint):

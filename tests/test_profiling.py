@@ -10,7 +10,7 @@ import torch
 import tiny
 from howlinear import Profile, profile
 from howlinear.families import blocks, swapped
-from howlinear.profiling import read_moments
+from howlinear.saving import read_moments
 from howlinear.stores import CELL, SAMPLE, Folds, RowSample, RowSplit
 
 LENGTH = 128
@@ -338,7 +338,7 @@ def test_spoiled_run_folders_are_refused(measured, tmp_path):
     result.save(run)
     rng = np.random.default_rng(0)
     refused = 0
-    for name in ("profile.json", "maps.safetensors", "moments.safetensors"):
+    for name in ("profile.json", "maps/1.safetensors", "moments/1.safetensors"):
         good = (run / name).read_bytes()
         spoiled = [b"", b"{}", b"\x80\x04pickle", good[: len(good) // 2], good[:-1], good[:9]]
         for _ in range(60):
@@ -350,8 +350,10 @@ def test_spoiled_run_folders_are_refused(measured, tmp_path):
             (run / name).write_bytes(content)
             complaint = None
             try:
-                for b in Profile.load(run).blocks:
+                again = Profile.load(run)
+                for b in again.blocks:
                     read_moments(run, b)
+                    assert torch.equal(again.maps[b.index].weight, result.maps[b.index].weight)
             except ValueError as err:
                 complaint = str(err)
             refused += complaint is not None

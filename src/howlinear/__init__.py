@@ -36,6 +36,7 @@ _HOME = {
     "compress_model": "compress",
     "install_maps": "installing",
     "compare_runs": "comparing",
+    "merge_runs": "merging",
     "LinearityMonitor": "monitor",
     "LinearityCallback": "monitor",
 }
@@ -55,6 +56,7 @@ __all__ = [
     "fit",
     "install_maps",
     "load",
+    "merge_runs",
     "probe",
     "profile",
     "score",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from howlinear.evaluation import evaluate
     from howlinear.families import blocks, swapped, tap
     from howlinear.installing import install_maps
+    from howlinear.merging import merge_runs
     from howlinear.models import load
     from howlinear.moments import TSQR, Moments
     from howlinear.monitor import LinearityCallback, LinearityMonitor

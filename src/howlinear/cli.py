@@ -7,6 +7,7 @@ user can get wrong is answered in one line and exit code 2.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 from enum import StrEnum
@@ -28,13 +29,11 @@ from howlinear.cli_parts import (
     TrustRemoteCode,
     asked_of,
     budget_of,
-    check_folder,
-    check_room,
     fitting,
+    follows,
     held_out,
     inputs_for,
     number_or,
-    progress_bar,
     progress_bars,
     room_for_batch,
     room_for_rows,
@@ -43,27 +42,9 @@ from howlinear.cli_parts import (
     say,
     share_of,
     show,
-    slug,
-    text_of,
-    texts_of,
     versions,
 )
-
-
-class Protocol(StrEnum):
-    default = "default"
-    paper = "paper"
-
-
-class Solver(StrEnum):
-    moments = "moments"
-    tsqr = "tsqr"
-
-
-class Bos(StrEnum):
-    auto = "auto"
-    always = "always"
-    never = "never"
+from howlinear.cli_profile import merge, profile
 
 
 class Units(StrEnum):
@@ -105,6 +86,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
+app.command()(profile)
+app.command()(merge)
 app.add_typer(control, name="control")
 
 
@@ -121,135 +104,6 @@ def top(
     ] = False,
 ) -> None:
     """How linear is each feed-forward block of a transformer, and how sure are we?"""
-
-
-@app.command()
-def profile(
-    model: ModelName = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Run folder to write; runs/MODEL by default.")
-    ] = None,
-    text_file: Annotated[
-        str | None,
-        typer.Option(
-            help="A utf-8 text, - for stdin, or python-docs, python-code; WikiText-2 if none."
-        ),
-    ] = None,
-    dataset: Annotated[str | None, typer.Option(help="A dataset's hub id or folder.")] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
-    split: Annotated[str, typer.Option(help="Its split to fit on.")] = "train",
-    text_column: Annotated[str, typer.Option(help="Its column that holds text.")] = "text",
-    corpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=SOURCE, more than once: a run for each text, OUT/NAME. A source is wikitext, "
-            "python-docs, python-code, a file or a dataset's id."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens to read; max(30000, 40 x width) by default.", min=1)
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Window length in tokens; 512 by default.", min=2)
-    ] = None,
-    folds: Annotated[int, typer.Option(help="Cross-validation folds.", min=2)] = 5,
-    protocol: Annotated[
-        Protocol, typer.Option(help="paper: 15000 tokens, windows of 128, one 80/20 split, no BOS.")
-    ] = Protocol.default,
-    blocks: Annotated[
-        str | None, typer.Option(help="Blocks to measure: 3,5,9-12 or a regular expression.")
-    ] = None,
-    solver: Annotated[
-        Solver, typer.Option(help="tsqr is slower and has more digits.")
-    ] = Solver.moments,
-    bos: Annotated[
-        Bos, typer.Option(help="Start windows with BOS; auto: as the tokenizer does.")
-    ] = Bos.auto,
-    batch_size: BatchSize = 8,
-    revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
-    device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the row sample.")] = 0,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Measure every block, write a run folder, print the table."""
-    paper = protocol is Protocol.paper
-    out = out or Path("runs") / slug(model)
-    settings = {
-        "model": model,
-        "revision": revision,
-        "dtype": dtype,
-        "tokens": tokens,
-        "max_length": max_length,
-        "folds": folds,
-        "protocol": protocol.value,
-        "blocks": blocks,
-        "solver": solver.value,
-        "bos": bos.value,
-        "seed": seed,
-    }
-    sources = texts_of(corpus or [], text_file, dataset, dataset_config, split, text_column)
-    runs = {out / name if name else out: source for name, source in sources.items()}
-    for folder, source in runs.items():
-        check_folder(folder, settings | {"text": source}, overwrite)
-    texts = {folder: text_of(*source) for folder, source in runs.items()}
-
-    from howlinear import comparing, models, profiling, stores
-    from howlinear import corpus as corpora
-
-    say(f"loading {model or 'the built-in model'}")
-    net, tokenizer = models.load(
-        model,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
-    at = howlinear.blocks(net, blocks)
-    length = fitting(net, tokenizer, max_length or (128 if paper else 512))
-    budget = tokens or (15_000 if paper else corpora.default_tokens(max(b.d_in for b in at)))
-    start = "never" if paper and bos is Bos.auto else bos.value
-    result: Any = None
-    for folder, text in texts.items():
-        ids = corpora.windows(text.fit, tokenizer, length, tokens=budget, bos=start)
-        needs = stores.needs(at, len(ids), folds, solver.value)
-        check_room(needs, folder)
-        say(f"{text.name}: " if len(texts) > 1 else "", end="")
-        say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
-        say(f", {needs.disk / 1e9:.1f} GB of disk in {folder}")
-        with progress_bar(ids.numel()) as advance:
-            result = profiling.profile(
-                net,
-                inputs_for(net, ids, batch_size),
-                at=at,
-                folds=folds,
-                protocol=protocol.value,
-                solver=solver.value,
-                batch_size=batch_size,
-                seed=seed,
-                progress=advance,
-            )
-        result.settings.update(window=ids.shape[1], bos=start, batch_size=batch_size)
-        result.about.update(
-            model=models.describe(net, model, revision),
-            corpus={"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()},
-            command=shlex.join(["howlinear", *sys.argv[1:]]),
-            asked=settings | {"text": runs[folder]},
-            versions=versions(),
-        )
-        result.save(folder)
-    if len(texts) == 1:
-        show(result, "show_profile", folder, as_json)
-        return
-    result = comparing.compare_runs(list(texts))
-    result.about.update(command=shlex.join(["howlinear", *sys.argv[1:]]), versions=versions())
-    show(result, "show_comparison", out, as_json)
 
 
 @app.command()
@@ -623,5 +477,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    say(f"howlinear: {' '.join(message.split())}")
+    rank = f"rank {os.environ['RANK']}: " if follows() else ""
+    line = f"howlinear: {rank}{' '.join(message.split())}"
+    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr, flush=True)
     sys.exit(code)

@@ -42,6 +42,8 @@ PARTS = ("fit", "choose", "report")
 
 def show(result: Any, table: str, where: Path | None, as_json: bool) -> None:
     """The result as one JSON document, or as a table of `terminal` and where to find it."""
+    if follows():
+        return
     from howlinear import records
 
     if as_json:
@@ -264,16 +266,26 @@ def versions() -> dict[str, str]:
 
 
 def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
-    """Refuse a folder that holds anything but an earlier run of the same command."""
+    """Refuse a folder that holds anything but the same command's, done or killed on the way."""
     from howlinear import records
 
+    if follows():  # the first of several processes has looked
+        return
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder with -o")
+    if overwrite:
+        (out / "progress.json").unlink(missing_ok=True)
+        shutil.rmtree(out / "partial", ignore_errors=True)
     if overwrite or not out.exists() or not any(out.iterdir()):
         return
-    with contextlib.suppress(ValueError):
-        if records.read_json(out / "profile.json", "profile").get("asked") == asked:
-            return
+    if (out / "progress.json").is_file():
+        before = records.read_json(out / "progress.json", "progress").get("asked")
+        records.check_same(out, before, asked)
+        return
+    for kind in ("profile", "shard"):
+        with contextlib.suppress(ValueError):
+            if records.read_json(out / f"{kind}.json", kind).get("asked") == asked:
+                return
     raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
 
 
@@ -346,8 +358,22 @@ def available_memory() -> int | None:
     return min(found) if found else None
 
 
+def follows() -> bool:
+    """Is this one of several processes that torchrun started, and not the first?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def own_device(device: str) -> str:
+    """Each process of a machine has a GPU of its own."""
+    if device == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return device
+
+
 def say(message: str, end: str = "\n") -> None:
     """Progress, for people: stderr."""
+    if follows():
+        return
     shown = "".join(c if c.isprintable() else "?" for c in message)
     print(shown, end=end, file=sys.stderr, flush=True)
 
@@ -383,7 +409,7 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
         TimeRemainingColumn(),
     )
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns, console=console, transient=True, disable=not console.is_terminal or follows()
     ) as bar:
 
         def begin(what: str, tokens: int) -> Callable[[int], None]:

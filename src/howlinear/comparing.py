@@ -18,8 +18,9 @@ from typing import Any
 
 from howlinear.affine import score
 from howlinear.jackknife import Sums, jackknife, r2s
-from howlinear.profiling import Profile, read_moments
+from howlinear.profiling import Profile
 from howlinear.records import SCHEMA, BlockProfile, pearson, spearman
+from howlinear.saving import read_moments
 from howlinear.stores import PARTS
 
 

@@ -1,6 +1,6 @@
 """One block's moments -> its scores, the map that is saved, and how sure both are.
 
-    measured = measure(store, split, out_norm=None)
+    measured = measure(store, split)
     measured.record.r2, measured.record.r2_se, measured.affine
 
 Every held-out group is scored with the map fitted on the others; the saved map is fitted on all
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howlinear.affine import Affine, Score, effective_rank, input_stats, score, solve
 from howlinear.moments import Accumulator
 from howlinear.records import BlockProfile, kind_of, safety_of
-from howlinear.stores import BlockStore, Folds, RowSample, Split
+from howlinear.stores import BlockStore, Folds, OutNorm, RowSample, Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,9 @@ class Measured:
     r2_by_feature: Tensor
 
 
-def measure(
-    store: BlockStore, split: Split, out_norm: nn.Module | None, care: Tensor | None = None
-) -> Measured:
-    """Score every held-out group with the map fitted on the others; fit the saved map on all.
-
-    `care` (d_out,) is what `fisher` says of the block.
-    """
+def measure(store: BlockStore, split: Split) -> Measured:
+    """Score every held-out group with the map fitted on the others; fit the saved map on all."""
+    known = store.known
     block, held = store.block, split.held(store.sizes)
     crossed = _cross_validate(store, held)
     total = _pooled(crossed.scores)
@@ -46,13 +42,13 @@ def measure(
     full = _added([*store.body, *store.first], range(2 * len(store.body)), block.d_in)
     affine, _ = _fitted(full)
     first_share = _first_share(store, held)
-    stream, stream_se = _stream_error(store.sample, crossed.maps, out_norm)
+    stream, stream_se = _stream_error(store.sample, crossed.maps, known.norm)
     n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
     rank = crossed.effective_rank
     rank_share = math.inf if rank is None else rank / block.d_out
     signal = None
-    if care is not None:
-        signal = 0.5 * float((care * total.ss_res.cpu()).sum()) / total.weight
+    if known.care is not None:
+        signal = 0.5 * float((known.care * total.ss_res.cpu()).sum()) / total.weight
     folds = isinstance(split, Folds)  # one split has no spread
     record = BlockProfile(
         index=block.index,
@@ -60,7 +56,7 @@ def measure(
         d_in=block.d_in,
         d_out=block.d_out,
         kind=kind_of(total.r2, r2_body, total.r2_feature["median"], first_share, rank_share),
-        safety=safety_of(signal, first_share, store.shares),
+        safety=safety_of(signal, first_share, known.shares),
         r2=total.r2,
         r2_se=_standard_error(crossed.scores, total.r2) if folds else None,
         r2_body=r2_body,
@@ -69,8 +65,8 @@ def measure(
         r2_feature=total.r2_feature,
         r2_curve=[total.r2 + gain for gain in (*crossed.gains, 0.0)] if folds else None,
         first_share=first_share,
-        sink_units=store.units,
-        sink_shares=store.shares,
+        sink_units=known.units,
+        sink_shares=known.shares,
         effective_rank=rank,
         **input_stats(full, affine.rank),
         stream_error=stream,
@@ -178,7 +174,7 @@ def _first_share(store: BlockStore, held: list[int]) -> float:
 
 
 def _stream_error(
-    sample: RowSample, maps: dict[int, Affine], out_norm: nn.Module | None
+    sample: RowSample, maps: dict[int, Affine], norm: OutNorm | None
 ) -> tuple[float, float]:
     """Mean of |y - Wx - b|^2 / |h|^2 over sampled rows, each by a map that did not see it."""
     ratios = []
@@ -190,16 +186,10 @@ def _stream_error(
             sample.stream[at].double(),
         )
         guess = affine(x.to(affine.weight.device)).cpu()
-        if out_norm is not None:
-            y, guess = _through(out_norm, y), _through(out_norm, guess)
+        if norm is not None:
+            y, guess = norm(y), norm(guess)
         ratios.append((y - guess).square().sum(1) / size)
     r = torch.cat(ratios)
     if not len(r):
         return math.nan, math.nan
     return float(r.mean()), float(r.std() / math.sqrt(len(r))) if len(r) > 1 else math.nan
-
-
-def _through(module: nn.Module, rows: Tensor) -> Tensor:
-    parameter = next(module.parameters(), rows)
-    with torch.no_grad():
-        return module(rows.to(parameter)).to(rows)

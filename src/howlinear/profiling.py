@@ -13,8 +13,7 @@ seeded sample of rows that `stream_error` needs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,35 +23,26 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.affine import Affine
-from howlinear.families import Block, Rows, backbone, blocks, call_options, tap
+from howlinear.families import Block, blocks
 from howlinear.fisher import fisher
-from howlinear.measuring import measure
-from howlinear.moments import TSQR, Accumulator, Moments
-from howlinear.records import (
-    SCHEMA,
-    BlockProfile,
-    atomic,
-    read_json,
-    summarise,
-    write_json,
-)
+from howlinear.measuring import Measured, measure
+from howlinear.passes import Course, Windows, collected, pieces
+from howlinear.records import SCHEMA, BlockProfile, read_json, summarise, write_json
+from howlinear.saving import Saved, forget, saved_maps, write_map, write_store
 from howlinear.stores import (
-    CELL,
-    PARTS,
     SOLVERS,
     BlockStore,
     Folds,
+    Known,
+    OutNorm,
     RowSplit,
     Split,
     check_rows,
     is_wide,
 )
-from howlinear.units import writes
+from howlinear.units import sink_units
 
 PROTOCOLS = ("default", "paper")
-DERIVED = ("swap.json", "probe.json", "plan.json", "compress.json", "control-*.json")
-
-Batch = Tensor | dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +50,8 @@ class Profile:
     """What one pass measured. `blocks` is what to read; `maps[i]` is block i's fitted map."""
 
     blocks: list[BlockProfile]
-    maps: dict[int, Affine]
-    r2_by_feature: dict[int, Tensor]
+    maps: Mapping[int, Affine]
+    r2_by_feature: Mapping[int, Tensor]
     stores: list[BlockStore] = field(repr=False)
     settings: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +63,7 @@ class Profile:
     @property
     def notes(self) -> list[str]:
         """What a reader of the numbers must know."""
-        notes = []
+        notes = list(self.about.get("merge_notes", []))
         lacking = [b.index for b in self.blocks if b.input_rank < b.d_in]
         if lacking:
             which = "all blocks" if len(lacking) == len(self.blocks) else f"blocks {lacking}"
@@ -106,33 +96,19 @@ class Profile:
 
     def save(self, folder: str | Path) -> None:
         """Write the run folder; `profile.json` comes last, so that it stands for the whole."""
-        from safetensors.torch import save_file
-
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for pattern in DERIVED:  # of maps that are about to be gone
-            for path in folder.glob(pattern):
-                path.unlink()
-        moments = {
-            f"{store.block.index}.{g}.{part}.{name}": value
-            for store in self.stores
-            for part in PARTS
-            for g, accumulator in enumerate(getattr(store, part))
-            for name, value in accumulator.state_dict().items()
-        }
-        maps: dict[str, Tensor] = {}
-        for i, affine in self.maps.items():
-            maps[f"{i}.weight"], maps[f"{i}.bias"] = affine.weight, affine.bias
-            maps[f"{i}.rank"] = torch.tensor(affine.rank)
-            maps[f"{i}.r2_by_feature"] = self.r2_by_feature[i]
-        for name, tensors in (("moments", moments), ("maps", maps)):
-            with atomic(folder / f"{name}.safetensors") as temporary:
-                save_file(_unshared(tensors), str(temporary))
+        if not (isinstance(self.maps, Saved) and self.maps.folder == folder):  # else they are there
+            folder.mkdir(parents=True, exist_ok=True)
+            forget(folder)
+            for store in self.stores:
+                write_store(folder, store)
+            for b in self.blocks:
+                write_map(folder, b, self.maps[b.index], self.r2_by_feature[b.index])
         write_json(folder / "profile.json", self.to_dict())
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
-        """Read a run folder back, without its moments (`read_moments` has those)."""
+        """Read a run folder back. Maps are read when asked for, moments by `read_moments`."""
         folder = Path(folder)
         data = read_json(folder / "profile.json", "profile")
         listed = data.pop("blocks", None)
@@ -142,88 +118,15 @@ class Profile:
             records = [BlockProfile.from_dict(b) for b in listed]
         except ValueError as err:
             raise ValueError(f"{folder / 'profile.json'}: {err}") from None
-        tensors = _read_tensors(folder / "maps.safetensors")
-        maps, features = {}, {}
-        for b in records:
-            shapes = {
-                "weight": (b.d_out, b.d_in),
-                "bias": (b.d_out,),
-                "rank": (),
-                "r2_by_feature": (b.d_out,),
-            }
-            for name, shape in shapes.items():
-                value = tensors.get(f"{b.index}.{name}")
-                if value is None or value.shape != shape or value.is_complex():
-                    raise ValueError(
-                        f"{folder / 'maps.safetensors'}: block {b.index} has no {name} {shape}"
-                    )
-            part = {name: tensors[f"{b.index}.{name}"] for name in shapes}
-            if not bool(part["weight"].isfinite().all() and part["bias"].isfinite().all()):
-                raise ValueError(f"{folder / 'maps.safetensors'}: block {b.index} is not finite")
-            maps[b.index] = Affine(
-                part["weight"].double(), part["bias"].double(), int(part["rank"])
-            )
-            features[b.index] = part["r2_by_feature"]
+        maps, features = saved_maps(folder, records)
         settings = data.pop("settings", {})
         about = {k: v for k, v in data.items() if k not in ("kind", "schema", "summary", "notes")}
         return cls(records, maps, features, [], settings, about)
 
 
-def read_moments(folder: str | Path, block: BlockProfile) -> dict[str, list[Accumulator]]:
-    """One block's accumulators from a run folder: {"body": one a fold, "first": one a fold}.
-
-    Their x is the block's input with its sink units as last columns: see `Accumulator.narrow`.
-    """
-    path = Path(folder) / "moments.safetensors"
-    state = _read_tensors(path, prefix=f"{block.index}.")
-    parts: dict[str, list[Accumulator]] = {}
-    for part in PARTS:
-        groups = {key.split(".")[0] for key in state if key.split(".")[1:2] == [part]}
-        if groups != {str(g) for g in range(len(groups))} or not groups:
-            raise ValueError(f"{path}: block {block.index} has no complete {part} moments")
-        parts[part] = []
-        for g in range(len(groups)):
-            own = f"{g}.{part}."
-            mine = {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
-            kind = bytes(mine["kind"].flatten().tolist()) if "kind" in mine else b""
-            new = TSQR if kind == b"TSQR" else Moments
-            try:
-                accumulator = new(block.d_in + len(block.sink_units or ()), block.d_out)
-                accumulator.load_state_dict(mine)
-            except ValueError as err:
-                raise ValueError(f"{path}: block {block.index}, fold {g}, {part}: {err}") from None
-            parts[part].append(accumulator)
-    return parts
-
-
-def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Tensors of a safetensors file whose names begin with `prefix`, which is taken off."""
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: is {path.parent} a complete run folder?")
-    try:
-        with safe_open(str(path), "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError, RuntimeError, ValueError) as err:
-        line = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise ValueError(f"{path} is not a readable safetensors file: {line}") from None
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that own their memory: accumulators of a block share one shift."""
-    seen: set[int] = set()
-    for name, value in tensors.items():
-        value = value.contiguous()
-        tensors[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    return tensors
-
-
 def profile(
     model: nn.Module,
-    windows: Tensor | Iterable[Batch],
+    windows: Windows,
     *,
     at: Sequence[Block] | str | None = None,
     folds: int = 5,
@@ -231,51 +134,228 @@ def profile(
     solver: str = "moments",
     batch_size: int = 8,
     seed: int = 0,
+    course: Course | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Profile:
     """Measure every block (or those `at`) on windows: a LongTensor (n, length), or batches of them.
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
-    out. `progress` is called with the number of tokens of each batch done.
+    out. `course` divides the work. `progress` is called with the number of tokens of each batch done.
     """
+    course = course or Course()
     at = blocks(model, at) if at is None or isinstance(at, str) else list(at)
-    split = _split(protocol, folds, windows)
-    if solver not in SOLVERS:
-        raise ValueError(
-            f"unknown solver {solver!r}, expected one of {', '.join(SOLVERS)} (--solver)"
-        )
+    split = split_of(protocol, folds, windows)
     if isinstance(windows, Tensor):
         check_rows(len(windows), windows.shape[1], max(b.d_in for b in at), split)
-    device = next(model.parameters()).device
-    where = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
-    stores = [BlockStore(b, split.groups, solver, seed, where, norms=writes(model, b)) for b in at]
-    tokens = _pass(model, _batches(windows, batch_size), stores, split, progress)
-    for store in stores:
-        _check_store(store, split)
-    care = (fisher(model, at, windows, seed) if isinstance(windows, Tensor) else None) or {}
-    norms = [model.get_submodule(b.out_norm) if b.out_norm else None for b in at]
-    results = _spread(
-        lambda pair: measure(pair[0], split, pair[1], care.get(pair[0].block.index)),
-        list(zip(stores, norms, strict=True)),
+    found: list[Measured] = []
+    kept: list[BlockStore] = []
+    groups = gathered(
+        model,
+        windows,
+        at=at,
+        split=split,
+        solver=solver,
+        batch_size=batch_size,
+        seed=seed,
+        course=course,
+        progress=progress,
     )
+    rows = 0
+    for stores in groups:
+        for store in stores:
+            check_store(store, split)
+        measured = _spread(lambda store: measure(store, split), stores)
+        rows = max([rows, *(store.n for store in stores)])
+        found += _handed_over(course, stores, measured)
+        kept += stores if course.saves is None else []
+    found.sort(key=lambda m: m.record.index)
+    records = course.ranks.share([m.record for m in found])
     settings = {
         "protocol": protocol,
         "folds": folds if isinstance(split, Folds) else None,
         "solver": solver,
         "seed": seed,
-        "tokens": tokens,
+        "tokens": windows.numel() if isinstance(windows, Tensor) else rows,
         "window": windows.shape[1] if isinstance(windows, Tensor) else None,
     }
+    if course.saves is not None and course.ranks.rank == 0:
+        folder = course.saves.folder
+        maps, features = saved_maps(folder, records)
+        return Profile(records, maps, features, [], settings)
     return Profile(
-        blocks=[m.record for m in results],
-        maps={m.record.index: m.affine for m in results},
-        r2_by_feature={m.record.index: m.r2_by_feature for m in results},
-        stores=stores,
+        blocks=records,
+        maps={m.record.index: m.affine for m in found},
+        r2_by_feature={m.record.index: m.r2_by_feature for m in found},
+        stores=sorted(kept, key=lambda store: store.block.index),
         settings=settings,
     )
 
 
-def _split(protocol: str, folds: int, windows: Tensor | Iterable[Batch]) -> Split:
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A part of a text, read: its moments are in its folder and wait to be added up."""
+
+    blocks: list[dict[str, Any]]
+    settings: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`shard.json`, field by field."""
+        head = {"kind": "shard", "schema": SCHEMA, **self.about}
+        return {**head, "settings": self.settings, "blocks": self.blocks}
+
+    def save(self, folder: str | Path) -> None:
+        write_json(Path(folder) / "shard.json", self.to_dict())
+
+
+def profile_shard(
+    model: nn.Module,
+    windows: Tensor,
+    *,
+    at: Sequence[Block],
+    split: Split,
+    solver: str,
+    batch_size: int,
+    seed: int,
+    course: Course,
+    progress: Callable[[int], None] | None = None,
+) -> Shard:
+    """Read one shard and write its moments; there may be too few rows to fit anything by."""
+    assert course.saves is not None
+    found: list[dict[str, Any]] = []
+    groups = gathered(
+        model,
+        windows,
+        at=at,
+        split=split,
+        solver=solver,
+        batch_size=batch_size,
+        seed=seed,
+        course=course,
+        progress=progress,
+    )
+    for stores in groups:
+        for store in _at_first(course, stores):
+            b = store.block
+            if b.index not in course.saves.done:
+                course.saves.finish(store)
+            found.append(
+                {
+                    "index": b.index,
+                    "path": b.path,
+                    "d_in": b.d_in,
+                    "d_out": b.d_out,
+                    "rows": store.n,
+                }
+            )
+    found.sort(key=lambda b: int(b["index"]))
+    read = [p.tokens for p in pieces(windows, batch_size) if course.here(p.number)]
+    settings = {
+        "solver": solver,
+        "seed": seed,
+        "tokens": windows.numel() if isinstance(windows, Tensor) else 0,
+        "read": sum(read),
+        "shard": list(course.shard),
+    }
+    return Shard(found, settings)
+
+
+def gathered(
+    model: nn.Module,
+    windows: Windows,
+    *,
+    at: Sequence[Block],
+    split: Split,
+    solver: str,
+    batch_size: int,
+    seed: int,
+    course: Course,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[list[BlockStore]]:
+    """Stores of some blocks at a time that have seen every row of this course's part of the text."""
+    if solver not in SOLVERS:
+        raise ValueError(
+            f"unknown solver {solver!r}, expected one of {', '.join(SOLVERS)} (--solver)"
+        )
+    device = next(model.parameters()).device
+    where = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
+    care = (fisher(model, at, windows, seed) if isinstance(windows, Tensor) else None) or {}
+
+    def make(group: Sequence[Block], run: Callable[[], Any]) -> list[BlockStore]:
+        sinks = sink_units(model, group, run)
+        known = [_known(model, b, sinks.get(b.index), care.get(b.index)) for b in group]
+        return [
+            BlockStore(b, split.groups, solver, seed, where, k)
+            for b, k in zip(group, known, strict=True)
+        ]
+
+    yield from collected(
+        model,
+        windows,
+        at,
+        make,
+        split,
+        batch_size=batch_size,
+        course=course,
+        progress=progress,
+    )
+
+
+def _known(
+    model: nn.Module,
+    block: Block,
+    sinks: tuple[list[int], list[float]] | None,
+    care: Tensor | None,
+) -> Known:
+    units, shares = sinks or (None, None)
+    norm = OutNorm.of(model.get_submodule(block.out_norm), block.d_out) if block.out_norm else None
+    return Known(units, shares, norm, care, seen=norm is not None or block.out_norm is None)
+
+
+def _at_first(course: Course, stores: list[BlockStore]) -> Iterator[BlockStore]:
+    """The stores of all ranks at the first one, one at a time."""
+    ranks = course.ranks
+    for owner, own in enumerate(ranks.gather([store.block for store in stores])):
+        for i, block in enumerate(own):
+            mine = ranks.rank == owner
+            state = ranks.tensors_at_first(stores[i].state_dict() if mine and owner else {}, owner)
+            if ranks.rank == 0:
+                yield stores[i] if mine else BlockStore.from_state(block, state)
+
+
+def _handed_over(
+    course: Course, stores: list[BlockStore], measured: list[Measured]
+) -> list[Measured]:
+    """What each rank measured, at the first one, which writes it if it is to be written."""
+    saves, ranks, found = course.saves, course.ranks, list[Measured]()
+    for owner, records in enumerate(ranks.gather([m.record for m in measured])):
+        for i, record in enumerate(records):
+            mine = ranks.rank == owner
+            parts = ranks.tensors_at_first(_parts(measured[i]) if mine else {}, owner)
+            if ranks.rank == 0:
+                affine = Affine(parts["weight"], parts["bias"], int(parts["rank"]))
+                found.append(Measured(record, affine, parts["r2_by_feature"]))
+    if saves is None:
+        return found
+    for store in _at_first(course, stores):
+        if store.block.index not in saves.done:
+            saves.finish(store)
+    for m in found:
+        write_map(saves.folder, m.record, m.affine, m.r2_by_feature)
+    return found
+
+
+def _parts(measured: Measured) -> dict[str, Tensor]:
+    affine = measured.affine
+    return {
+        "weight": affine.weight,
+        "bias": affine.bias,
+        "rank": torch.tensor(affine.rank),
+        "r2_by_feature": measured.r2_by_feature,
+    }
+
+
+def split_of(protocol: str, folds: int, windows: Windows) -> Split:
     if protocol == "default":
         return Folds(folds)
     if protocol != "paper":
@@ -285,74 +365,7 @@ def _split(protocol: str, folds: int, windows: Tensor | Iterable[Batch]) -> Spli
     return RowSplit(windows.numel())
 
 
-class _Enough(Exception):  # noqa: N818
-    """Every block wanted has been heard in this forward."""
-
-
-def _pass(
-    model: nn.Module,
-    batches: Iterable[tuple[dict[str, Tensor], int, int]],
-    stores: list[BlockStore],
-    split: Split,
-    progress: Callable[[int], None] | None,
-) -> int:
-    """Run every batch through the model and its rows into the stores; the number of tokens."""
-    net = backbone(model)
-    device = next(model.parameters()).device
-    extra = call_options(net)
-    by_index = {store.block.index: store for store in stores}
-    # all hidden units at first, then those that the store chose
-    units: dict[int, Tensor | None] = {
-        i: None if s.units is None else torch.tensor(s.units)
-        for i, s in by_index.items()
-        if s.norms is not None
-    }
-    number, tokens, offsets = 0, 0, [0]
-    heard = 0
-
-    def receive(block: Block, rows: Rows) -> None:
-        try:
-            store = by_index[block.index]
-            store.update(rows, offsets, split)
-            if store.units is not None:
-                units[block.index] = torch.tensor(store.units)
-        except ValueError as err:
-            raise ValueError(f"block {block.index} ({block.path}), batch {number}: {err}") from None
-        nonlocal heard
-        heard += 1
-        if heard == len(stores):
-            raise _Enough  # what the model would do from here on, nobody needs
-
-    with (
-        torch.no_grad(),  # not inference mode: what a model in training caches, it must train with
-        tap(model, receive, at=[store.block for store in stores], units=units),
-    ):
-        for number, (inputs, count, length) in enumerate(batches):  # noqa: B007
-            offsets = [tokens + i * length for i in range(count)]
-            heard = 0
-            with contextlib.suppress(_Enough):
-                net(**{name: value.to(device) for name, value in inputs.items()}, **extra)
-            tokens += count * length
-            if progress is not None:
-                progress(count * length)
-    return tokens
-
-
-def _batches(
-    windows: Tensor | Iterable[Batch], batch_size: int
-) -> Iterator[tuple[dict[str, Tensor], int, int]]:
-    """(model inputs, number of windows, tokens a window counts for)."""
-    if batch_size < 1:
-        raise ValueError(f"batch size must be at least 1, got {batch_size} (--batch-size)")
-    for batch in windows.split(batch_size) if isinstance(windows, Tensor) else windows:
-        inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-        main = inputs.get("input_ids", next(iter(inputs.values())))
-        # pictures and sounds have no tokens to count: each is a cell of its own
-        length = main.shape[1] if "input_ids" in inputs else CELL
-        yield inputs, len(main), length
-
-
-def _check_store(store: BlockStore, split: Split) -> None:
+def check_store(store: BlockStore, split: Split) -> None:
     """The same check for streams, whose length is known only afterwards."""
     sizes = store.sizes
     fewest = min(sum(sizes) - sizes[f] for f in split.held(sizes))
@@ -363,14 +376,14 @@ def _check_store(store: BlockStore, split: Split) -> None:
         )
 
 
-def _spread(work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+def _spread(work: Callable[[BlockStore], Any], stores: list[BlockStore]) -> list[Any]:
     """Blocks in parallel, a core each: small factorisations do not use two cores well."""
     threads = torch.get_num_threads()
-    wide = is_wide([store.block for store, _ in items])
-    if threads == 1 or wide or len(items) == 1 or items[0][0].body[0].device.type != "cpu":
-        return [work(item) for item in items]
+    alone = threads == 1 or len(stores) < 2 or is_wide([store.block for store in stores])
+    if alone or stores[0].body[0].device.type != "cpu":
+        return [work(store) for store in stores]
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(work, items))
+            return list(pool.map(work, stores))
     finally:
         torch.set_num_threads(threads)

@@ -330,6 +330,18 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
     return data
 
 
+def check_same(folder: Path, before: Any, now: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings, and name them."""
+    if not isinstance(before, dict):
+        raise ValueError(f"{folder / 'progress.json'} is damaged: pass --overwrite to start again")
+    for name in now:
+        if before.get(name) != now[name]:
+            raise ValueError(
+                f"{folder} holds an unfinished profile with another {name} ({before.get(name)}, now "
+                f"{now[name]}): ask for the same to go on, or pass --overwrite to start again"
+            )
+
+
 def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the rows of a monitor.jsonl; ValueError in one line if it is not one."""
     path = Path(path)

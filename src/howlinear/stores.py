@@ -1,31 +1,48 @@
 """Which rows are held out, and what is kept of them: one block's accumulators, in bounded memory.
 
     split = Folds(5)
-    store = BlockStore.make(block, split.groups, "moments", seed=0, device=torch.device("cpu"))
+    store = BlockStore(block, split.groups, "moments", seed=0, device=torch.device("cpu"))
     store.update(rows, offsets, split)      # rows as `tap` hands them, offsets of their windows
+    store.merge(other)                      # of the same block, by another machine
 
 A **group** is a fold, or one side of the paper's split. For each group a store has one accumulator
-for first positions and one for the rest, so that scores with and without them share the sums. Where
-hidden units of the block are given too, the few that write the first position (**sink units**) are
-found in the first rows and join x as its last columns: maps with and without them share the sums.
+for first positions and one for the rest, so that scores with and without them share the sums. The
+few hidden units that write the first position (**sink units**), where they come out of a block
+alone, join x as its last columns: maps with and without them share the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from howlinear.families import Block, Rows
 from howlinear.moments import TSQR, Accumulator, Moments
-from howlinear.units import MOST, sinks
+from howlinear.units import MOST
 
 CELL = 2048  # tokens that stay together in a fold
 SAMPLE = 512  # rows kept for stream_error
 SOLVERS: dict[str, type[Accumulator]] = {"moments": Moments, "tsqr": TSQR}
 PARTS = ("body", "first")
+
+
+class Place(Protocol):
+    """A block of a model, or the record of one."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def d_in(self) -> int: ...
+    @property
+    def d_out(self) -> int: ...
 
 
 # -- which rows are held out ----------------------------------------------------------------------
@@ -118,66 +135,135 @@ def _resized(split: Split, rows: int) -> Split:
 
 
 class RowSample:
-    """A uniform sample of rows of fixed size, the same for the same seed and row order."""
+    """A uniform sample of rows of fixed size: those with the smallest keys.
+
+    A row's key is a hash of the seed and of its place in the text, so that the sample is the same
+    however the text was divided, and samples of parts add up to the sample of the whole.
+    """
+
+    _LAST = torch.iinfo(torch.int64).max
 
     def __init__(self, d_in: int, d_out: int, seed: int, size: int = SAMPLE) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((size,), torch.inf)
+        self.seed = seed
+        self.keys = torch.full((size,), self._LAST)
         self.group = torch.full((size,), -1)
         self.x = torch.zeros(size, d_in)
         self.y = torch.zeros(size, d_out)
         self.stream = torch.zeros(size)
 
-    def update(self, x: Tensor, rows: Rows, group: Tensor) -> None:
-        """Rows with the smallest random keys stay. `group` (n,) is each row's fold."""
+    def update(self, x: Tensor, rows: Rows, group: Tensor, place: Tensor) -> None:
+        """`group` (n,) is each row's fold, `place` (n,) its token offset in the text."""
         if rows.h is None:
             return
-        size, keys = len(self.keys), torch.rand(len(group), generator=self.generator)
-        kept = torch.cat([self.keys, keys]).topk(size, largest=False).indices
-        new = kept[kept >= size] - size
-        stays = torch.zeros(size, dtype=torch.bool)
-        stays[kept[kept < size]] = True
-        slots = (~stays).nonzero().flatten()
-        self.keys[slots], self.group[slots] = keys[new], group[new]
+        keys = _hashed(place, self.seed)
+        slots, new = self._accept(keys)
         at = new.to(x.device)
+        self.keys[slots], self.group[slots] = keys[new], group[new]
         self.x[slots] = x[at].float().cpu()
         self.y[slots] = rows.y[at].float().cpu()
         self.stream[slots] = rows.h[at].float().square().sum(-1).cpu()
 
+    def merge(self, other: RowSample) -> None:
+        slots, new = self._accept(other.keys)
+        for name in ("keys", "group", "x", "y", "stream"):
+            getattr(self, name)[slots] = getattr(other, name)[new]
+
+    def _accept(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(slots to fill, which of the new rows to fill them with)"""
+        size = len(self.keys)
+        kept = torch.cat([self.keys, keys]).topk(size, largest=False).indices
+        new = kept[kept >= size] - size
+        new = new[keys[new] < self._LAST]
+        stays = torch.zeros(size, dtype=torch.bool)
+        stays[kept[kept < size]] = True
+        return (~stays).nonzero().flatten()[: len(new)], new
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("keys", "group", "x", "y", "stream")}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, mine in self.state_dict().items():
+            given = state.get(name)
+            if given is None or given.dtype != mine.dtype or given.shape[1:] != mine.shape[1:]:
+                raise ValueError(f"the row sample has no {name} as expected")
+            if len(given) != len(state["keys"]) or not bool(given.isfinite().all()):
+                raise ValueError(f"{name} of the row sample is damaged")
+            setattr(self, name, given.clone())
+
+
+def _hashed(place: Tensor, seed: int) -> Tensor:
+    """63 bits that look random, from the seed and a place (splitmix64's finaliser)."""
+    start = (seed + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = place.numpy().astype(np.uint64) + np.uint64(start)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(((z ^ (z >> np.uint64(31))) >> np.uint64(1)).astype(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class OutNorm:
+    """An output norm as numbers: y -> scale * y / sqrt(mean(y^2) + eps)."""
+
+    scale: Tensor  # (d_out,)
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return (
+            self.scale.to(rows) * rows * (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        )
+
+    @classmethod
+    def of(cls, module: nn.Module, width: int) -> OutNorm | None:
+        """None for a norm that does something else: tried on random rows."""
+        eps = next(
+            (e for name in ("variance_epsilon", "eps") if (e := getattr(module, name, 0))), 0
+        )
+        like = next(module.parameters()).detach()
+        rows = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(like)
+        with torch.no_grad():
+            one, real = module(torch.ones_like(rows[:1]))[0].double().cpu(), module(rows)
+        found = cls(one * (1 + float(eps)) ** 0.5, float(eps))
+        close = 8 * float(torch.finfo(like.dtype).eps)
+        same = torch.allclose(found(rows.double().cpu()), real.double().cpu(), close, close)
+        return found if same else None
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of a block before its rows come, and goes with its moments wherever they go."""
+
+    units: list[int] | None = None  # sink units, columns of x beyond d_in; None: no units come out
+    shares: list[float] | None = None  # of the first positions' energy
+    norm: OutNorm | None = None
+    care: Tensor | None = None  # (d_out,), see `fisher`
+    seen: bool = True  # is the residual stream known, and what is done to y before it?
+
 
 class BlockStore:
-    """One block's accumulators: for each group, rows past the first position, and first ones.
-
-    `norms` (m,) are what each hidden unit writes, squared (`units.writes`). With them, sink units
-    are chosen when the first rows come, and `units` holds their numbers, `shares` their shares.
-    """
+    """One block's accumulators: for each group, rows past the first position, and first ones."""
 
     def __init__(
         self,
-        block: Block,
+        block: Place,
         groups: int,
         solver: str,
         seed: int,
         device: torch.device,
-        norms: Tensor | None = None,
+        known: Known | None = None,
     ) -> None:
-        self.block, self.norms = block, norms
-        self.units: list[int] | None = None
-        self.shares: list[float] | None = None
-        self._make = lambda width: [
-            SOLVERS[solver](width, block.d_out, device=device) for _ in range(groups)
-        ]
-        self._seed = seed
-        self._begin(0)
-
-    def _begin(self, extra: int) -> None:
-        width = self.block.d_in + extra
-        self.body: list[Accumulator] = self._make(width)
-        self.first: list[Accumulator] = self._make(width)
-        self.sample = RowSample(width, self.block.d_out, self._seed)
+        self.block, self.known = block, known or Known()
+        width = block.d_in + len(self.known.units or ())
+        self.body, self.first = (
+            [SOLVERS[solver](width, block.d_out, device=device) for _ in range(groups)]
+            for _ in PARTS
+        )
+        self.sample = RowSample(width, block.d_out, seed)
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
-        x, y = self._columns(rows), rows.y
+        """Add rows of windows that begin at these token offsets of the text."""
+        x, y = rows.x, rows.y
+        if self.known.units and rows.hidden is not None:
+            x = torch.cat([x, rows.hidden.to(x)], 1)
         length = rows.shape[1] if rows.shape else 1 + int(rows.position.max())
         group = torch.empty(len(offsets), length, dtype=torch.long)
         for g, w, p in split.pieces(offsets, length):
@@ -189,29 +275,16 @@ class BlockStore:
                     self.first[g].update(xs[:, 0], ys[:, 0])
                     xs, ys = xs[:, 1:], ys[:, 1:]
                 self.body[g].update(xs, ys)
-        flat = group.flatten()
+        window, position = rows.window.cpu(), rows.position.cpu()
+        flat = group[window, position]
         if not rows.shape:  # padding was left out: rows stand one by one
-            window, position = rows.window.cpu(), rows.position.cpu()
-            flat = group[window, position]
             self._share_shift(x, y)
             for g in flat.unique().tolist():
                 for store, which in ((self.first, position == 0), (self.body, position > 0)):
                     at = ((flat == g) & which).nonzero().flatten().to(x.device)
                     store[g].update(x[at], y[at])
-        self.sample.update(x, rows, flat)
-
-    def _columns(self, rows: Rows) -> Tensor:
-        """x, and beside it the sink units, which the first rows tell."""
-        if self.norms is None or rows.hidden is None:
-            return rows.x
-        hidden = rows.hidden
-        if self.units is None:
-            first = hidden[(rows.position == 0).nonzero().flatten()]
-            chosen, shares = sinks(first, self.norms)
-            self.units, self.shares = chosen.tolist(), shares.tolist()
-            self._begin(len(self.units))
-            hidden = hidden[:, chosen.to(hidden.device)]
-        return torch.cat([rows.x, hidden.to(rows.x)], 1)
+        if self.known.seen:
+            self.sample.update(x, rows, flat, torch.tensor(offsets)[window] + position)
 
     def _share_shift(self, x: Tensor, y: Tensor) -> None:
         """All accumulators of a block shift by the same mean, so that they add up fast."""
@@ -225,6 +298,134 @@ class BlockStore:
     @property
     def sizes(self) -> list[int]:
         return [b.n + f.n for b, f in zip(self.body, self.first, strict=True)]
+
+    @property
+    def n(self) -> int:
+        return sum(self.sizes)
+
+    def merge(self, other: BlockStore) -> BlockStore:
+        """Add what another store of the same block, groups and sink units has seen."""
+        if (self.known.units or []) != (other.known.units or []):
+            raise ValueError(
+                f"sink units differ: {self.known.units} here, {other.known.units} there"
+            )
+        if len(self.body) != len(other.body):
+            raise ValueError(f"{len(self.body)} groups of rows here, {len(other.body)} there")
+        for mine, theirs in zip(self._accumulators(), other._accumulators(), strict=True):
+            mine.merge(theirs)
+        self.sample.merge(other.sample)
+        return self
+
+    def narrow(self, units: int) -> BlockStore:
+        """A store of its own that never heard of the sink units after the first few."""
+        twin = copy.copy(self)
+        own, shares = (self.known.units or [])[:units], (self.known.shares or [])[:units]
+        twin.known = replace(self.known, units=own, shares=shares)
+        twin.body, twin.first = (
+            [a.narrow(self.block.d_in + units) for a in part] for part in (self.body, self.first)
+        )
+        twin.sample = copy.copy(self.sample)
+        twin.sample.x = self.sample.x[:, : self.block.d_in + units].clone()
+        return twin
+
+    def _accumulators(self) -> list[Accumulator]:
+        return [*self.body, *self.first]
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors, enough to go on to the bit."""
+        state = {
+            f"{part}.{g}.{name}": value
+            for part in PARTS
+            for g, accumulator in enumerate(getattr(self, part))
+            for name, value in accumulator.state_dict().items()
+        }
+        state |= {f"sample.{name}": value for name, value in self.sample.state_dict().items()}
+        if self.known.units is not None:
+            state["units"] = torch.tensor(self.known.units, dtype=torch.int64)
+            state["shares"] = torch.tensor(self.known.shares, dtype=torch.float64)
+        if self.known.norm is not None:
+            state["norm.scale"] = self.known.norm.scale
+            state["norm.eps"] = torch.tensor(self.known.norm.eps, dtype=torch.float64)
+        if self.known.care is not None:
+            state["care"] = self.known.care
+        return state
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` gave, every part of it checked; for a store without rows."""
+        parts = _by_group(state)
+        if len(parts["body"]) != len(self.body):
+            raise ValueError(f"{len(parts['body'])} groups of rows, expected {len(self.body)}")
+        for part in PARTS:
+            for g, accumulator in enumerate(getattr(self, part)):
+                try:
+                    accumulator.load_state_dict(parts[part][g])
+                except ValueError as err:
+                    raise ValueError(f"{part}, fold {g}: {err}") from None
+        every = self._accumulators()
+        shared = next((a.shift for a in every if a.shift is not None), None)
+        for a in every:  # one tensor again, as before
+            if a.shift is not None and shared is not None and torch.equal(a.shift, shared):
+                a.shift = shared
+        own = {k.removeprefix("sample."): v for k, v in state.items() if k.startswith("sample.")}
+        self.sample.load_state_dict(own)
+
+    @classmethod
+    def from_state(
+        cls, block: Place, state: Mapping[str, Tensor], device: torch.device | str = "cpu"
+    ) -> BlockStore:
+        """A store made from what `state_dict` gave."""
+        body = _by_group(state)["body"]
+        kind = bytes(body[0].get("kind", torch.zeros(0, dtype=torch.uint8)).flatten().tolist()[:16])
+        solver = "tsqr" if kind == b"TSQR" else "moments"
+        known = _known(state, block.d_out)
+        store = cls(block, len(body), solver, 0, torch.device(device), known)
+        store.take(state)
+        return store
+
+
+def _by_group(state: Mapping[str, Tensor]) -> dict[str, dict[int, dict[str, Tensor]]]:
+    """Part -> group -> the state of one accumulator."""
+    parts: dict[str, dict[int, dict[str, Tensor]]] = {part: {} for part in PARTS}
+    for key, value in state.items():
+        part, _, rest = key.partition(".")
+        number, _, name = rest.partition(".")
+        if part in parts and number.isdecimal() and len(number) < 5:
+            parts[part].setdefault(int(number), {})[name] = value
+    for part, found in parts.items():
+        if not found or sorted(found) != list(range(len(parts["body"]))):
+            raise ValueError(f"there are no complete {part} moments")
+    return parts
+
+
+def _known(state: Mapping[str, Tensor], d_out: int) -> Known:
+    """The part of a state that was known before any row came."""
+    units, shares = state.get("units"), state.get("shares")
+    if (units is None) != (shares is None):
+        raise ValueError("sink units without their shares")
+    if units is not None and shares is not None:
+        odd = units.dtype != torch.int64 or shares.dtype != torch.float64
+        if odd or units.dim() != 1 or shares.shape != units.shape or len(units) > MOST:
+            raise ValueError(f"sink units are not a list of {MOST} at most")
+        if not bool(((units >= 0) & shares.isfinite()).all()):
+            raise ValueError("sink units are not numbers of units")
+    scale, eps, care = (state.get(name) for name in ("norm.scale", "norm.eps", "care"))
+    for name, value, shape in (
+        ("norm.scale", scale, (d_out,)),
+        ("norm.eps", eps, ()),
+        ("care", care, (d_out,)),
+    ):
+        if value is None:
+            continue
+        if value.dtype != torch.float64 or value.shape != shape or not value.isfinite().all():
+            raise ValueError(f"{name} is not as expected")
+    return Known(
+        units=None if units is None else units.tolist(),
+        shares=None if shares is None else shares.tolist(),
+        norm=None if scale is None or eps is None else OutNorm(scale, float(eps)),
+        care=care,
+    )
 
 
 @dataclass(frozen=True)
@@ -244,11 +445,11 @@ def needs(at: Sequence[Block], windows: int, folds: int, solver: str = "moments"
         each = 8 * SOLVERS[solver](d, block.d_out).size
         rows = min(4 * windows * width, folds * each)  # first positions
         memory += folds * each + rows + 4 * SAMPLE * width + 8 * d * block.d_out
-        disk += folds * each + rows + 8 * d * block.d_out
+        disk += folds * each + rows + 4 * SAMPLE * width + 8 * d * block.d_out
         work = max(work, 2 * each + 80 * width * width)  # factoring one block
     return Needs(memory + work * (1 if is_wide(at) else torch.get_num_threads()), disk)
 
 
-def is_wide(at: Sequence[Block]) -> bool:
+def is_wide(at: Sequence[Place]) -> bool:
     """So wide that one factorisation keeps all cores busy, and two would take too much room."""
     return max(block.d_in for block in at) >= 2048

@@ -36,8 +36,9 @@ from howlinear.perplexity import (
     evaluating,
     protocol_of,
 )
-from howlinear.profiling import Profile, read_moments
+from howlinear.profiling import Profile
 from howlinear.records import SCHEMA, BlockProfile, BlockSwap, read_json, spearman, write_json
+from howlinear.saving import read_moments
 from howlinear.sweeps import Cost, Replacement, Sweep, Variant, map_errors, model_inputs, sweep
 from howlinear.units import taken
 

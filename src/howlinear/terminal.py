@@ -55,6 +55,20 @@ def _wide(b: BlockProfile) -> list[str]:
     ]
 
 
+def show_shard(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """What `howlinear profile --shard` prints: there is nothing to score yet."""
+    settings = data["settings"]
+    part, parts = settings["shard"]
+    rows = max(b["rows"] for b in blocks)
+    console.print(plain(f"{data['model']['id']}, {len(blocks)} blocks"))
+    console.print(
+        plain(
+            f"shard {part} of {parts}: {settings['read']} of {settings['tokens']} tokens, {rows} rows "
+            "a block; add the shards up with `howlinear merge`"
+        )
+    )
+
+
 def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfile]) -> None:
     """The table that `howlinear profile` prints."""
     model, text, settings = data["model"], data["corpus"], data["settings"]

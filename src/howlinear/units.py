@@ -13,14 +13,14 @@ between them. That it does nothing else between them is tried on random rows, no
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howlinear.families import Block, Chain, projection_shape
+from howlinear.families import Block, Chain, Rows, projection_shape, tap
 
 MOST = 4  # units offered to a map
 
@@ -80,6 +80,30 @@ def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tens
         min(most, len(energy))
     )
     return units, shares
+
+
+def sink_units(
+    model: nn.Module, at: Sequence[Block], run: Callable[[], Any]
+) -> dict[int, tuple[list[int], list[float]]]:
+    """The sink units of each block and their shares, on what `run` runs the model on, by index.
+
+    Blocks whose units do not come out alone are left out.
+    """
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    norms = {b.index: n for b in at if (n := writes(model, b)) is not None}
+
+    def receive(block: Block, rows: Rows) -> None:
+        assert rows.hidden is not None
+        first = rows.hidden[(rows.position == 0).nonzero().flatten()]
+        units, shares = sinks(first, norms[block.index])
+        found[block.index] = (units.tolist(), shares.tolist())
+
+    own = [b for b in at if b.index in norms]
+    if own:
+        every: dict[int, Tensor | None] = dict.fromkeys(norms)
+        with torch.no_grad(), tap(model, receive, at=own, units=every):
+            run()
+    return found
 
 
 def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:

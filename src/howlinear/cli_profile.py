@@ -1,0 +1,298 @@
+"""`howlinear profile` and `howlinear merge`: from a text to a run, on one machine or many."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import howlinear
+from howlinear.cli_parts import (
+    AllowPickle,
+    AsJson,
+    BatchSize,
+    Device,
+    ModelName,
+    TrustRemoteCode,
+    check_folder,
+    check_room,
+    fitting,
+    inputs_for,
+    own_device,
+    progress_bar,
+    progress_bars,
+    say,
+    show,
+    slug,
+    text_of,
+    texts_of,
+    versions,
+)
+
+
+class Protocol(StrEnum):
+    default = "default"
+    paper = "paper"
+
+
+class Solver(StrEnum):
+    moments = "moments"
+    tsqr = "tsqr"
+
+
+class Bos(StrEnum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+def profile(
+    model: ModelName = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run folder to write; runs/MODEL by default.")
+    ] = None,
+    text_file: Annotated[
+        str | None,
+        typer.Option(
+            help="A utf-8 text, - for stdin, or python-docs, python-code; WikiText-2 if none."
+        ),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="A dataset's hub id or folder.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    split: Annotated[str, typer.Option(help="Its split to fit on.")] = "train",
+    text_column: Annotated[str, typer.Option(help="Its column that holds text.")] = "text",
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=SOURCE, more than once: a run for each text, OUT/NAME. A source is wikitext, "
+            "python-docs, python-code, a file or a dataset's id."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to read; max(30000, 40 x width) by default.", min=1)
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Window length in tokens; 512 by default.", min=2)
+    ] = None,
+    folds: Annotated[int, typer.Option(help="Cross-validation folds.", min=2)] = 5,
+    protocol: Annotated[
+        Protocol, typer.Option(help="paper: 15000 tokens, windows of 128, one 80/20 split, no BOS.")
+    ] = Protocol.default,
+    blocks: Annotated[
+        str | None, typer.Option(help="Blocks to measure: 3,5,9-12 or a regular expression.")
+    ] = None,
+    solver: Annotated[
+        Solver, typer.Option(help="tsqr is slower and has more digits.")
+    ] = Solver.moments,
+    bos: Annotated[
+        Bos, typer.Option(help="Start windows with BOS; auto: as the tokenizer does.")
+    ] = Bos.auto,
+    batch_size: BatchSize = 8,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="I/N: read part I of N of the text, from 0, and leave the sums to `merge`."
+        ),
+    ] = None,
+    save_every: Annotated[
+        float,
+        typer.Option(help="Minutes between saves; a killed command goes on from the last.", min=0),
+    ] = 10.0,
+    revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    device: Device = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the row sample.")] = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure every block, write a run folder, print the table."""
+    paper = protocol is Protocol.paper
+    out = out or Path("runs") / slug(model)
+    part = shard_of(shard)
+    settings = {
+        "model": model,
+        "revision": revision,
+        "dtype": dtype,
+        "tokens": tokens,
+        "max_length": max_length,
+        "folds": folds,
+        "protocol": protocol.value,
+        "blocks": blocks,
+        "solver": solver.value,
+        "bos": bos.value,
+        "seed": seed,
+        "batch_size": batch_size,
+        "shard": list(part),
+    }
+    sources = texts_of(corpus or [], text_file, dataset, dataset_config, split, text_column)
+    runs = {out / name if name else out: source for name, source in sources.items()}
+    for folder, source in runs.items():
+        check_folder(folder, settings | {"text": source}, overwrite)
+    texts = {folder: text_of(*source) for folder, source in runs.items()}
+
+    from howlinear import comparing, models
+    from howlinear import corpus as corpora
+    from howlinear.ranks import Ranks
+
+    ranks = Ranks.start()
+    say(f"loading {model or 'the built-in model'}")
+    net, tokenizer = models.load(
+        model,
+        revision=revision,
+        dtype=dtype,
+        device=own_device(device),
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    at = howlinear.blocks(net, blocks)
+    length = fitting(net, tokenizer, max_length or (128 if paper else 512))
+    budget = tokens or (15_000 if paper else corpora.default_tokens(max(b.d_in for b in at)))
+    start = "never" if paper and bos is Bos.auto else bos.value
+    about = {
+        "model": models.describe(net, model, revision),
+        "command": shlex.join(["howlinear", *sys.argv[1:]]),
+        "versions": versions(),
+    }
+    work = _Work(net, at, folds, protocol.value, solver.value, batch_size, seed)
+    result: Any = None
+    for folder, text in texts.items():
+        say(f"{text.name}: " if len(texts) > 1 else "", end="")
+        ids = corpora.windows(text.fit, tokenizer, length, tokens=budget, bos=start)
+        own = {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
+        asked = settings | {"text": runs[folder]}
+        result = work.measured(
+            ids,
+            folder,
+            {**about, "corpus": own, "asked": asked},
+            {"window": ids.shape[1], "bos": start, "batch_size": batch_size},
+            part,
+            ranks,
+            60 * save_every,
+        )
+    if part[1] > 1 or len(texts) == 1:
+        show(result, "show_shard" if part[1] > 1 else "show_profile", folder, as_json)
+    else:
+        result = comparing.compare_runs(list(texts)) if ranks.rank == 0 else None
+        if result is not None:
+            result.about.update(command=about["command"], versions=versions())
+        show(result, "show_comparison", out, as_json)
+    ranks.stop()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A loaded model, and what is to be measured of it."""
+
+    net: Any
+    at: Any
+    folds: int
+    protocol: str
+    solver: str
+    batch_size: int
+    seed: int
+
+    def measured(
+        self,
+        ids: Any,
+        folder: Path,
+        about: dict[str, Any],
+        settings: dict[str, Any],
+        shard: tuple[int, int],
+        ranks: Any,
+        every: float,
+    ) -> Any:
+        """One text read, and a run or a shard written."""
+        from howlinear import profiling, stores
+        from howlinear.passes import Course
+        from howlinear.saving import Saves
+
+        needs = stores.needs(self.at, len(ids), self.folds, self.solver)
+        check_room(needs, folder)
+        say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
+        say(f", {needs.disk / 1e9:.1f} GB of disk in {folder}")
+        same = about["asked"] | {
+            "weights": about["model"]["weights"],
+            "fingerprint": about["corpus"]["fingerprint"],
+            "ranks": ranks.count,
+            "howlinear": howlinear.__version__,
+        }
+        saves = Saves(folder, same, every, ranks.rank)
+        if saves.begun:
+            say(f"going on from what {folder} holds")
+        course = Course(shard=shard, ranks=ranks, saves=saves)
+        how: dict[str, Any] = {
+            "at": self.at,
+            "solver": self.solver,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "course": course,
+        }
+        windows = inputs_for(self.net, ids, self.batch_size)
+        try:
+            with progress_bar(-(-ids.numel() // (shard[1] * ranks.count))) as advance:
+                if shard[1] > 1:
+                    split = profiling.split_of(self.protocol, self.folds, windows)
+                    result: Any = profiling.profile_shard(
+                        self.net, windows, split=split, progress=advance, **how
+                    )
+                    result.settings.update(folds=self.folds, protocol=self.protocol)
+                else:
+                    result = profiling.profile(
+                        self.net,
+                        windows,
+                        folds=self.folds,
+                        protocol=self.protocol,
+                        progress=advance,
+                        **how,
+                    )
+        except KeyboardInterrupt:
+            if saves.begun:
+                say(f"the same command goes on from the last save in {folder}")
+            raise
+        result.settings.update(settings)
+        result.about.update(about)
+        if ranks.rank == 0:
+            result.save(folder)
+        saves.close()
+        return result
+
+
+def shard_of(text: str | None) -> tuple[int, int]:
+    """ "2/8" -> (2, 8), parts counted from 0."""
+    if text is None:
+        return 0, 1
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise ValueError(f"--shard {text}: write I/N with I from 0 to N - 1, such as 0/8 to 7/8")
+    return int(part), int(parts)
+
+
+def merge(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders or shards, two or more.", metavar="RUN...")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add runs of different machines, texts or days up to one run."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
+        raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
+    from howlinear.merging import merge_runs
+
+    with progress_bars() as begin:
+        result = merge_runs(runs, out, begin("solving", 0))
+    result.about.update(command=shlex.join(["howlinear", *sys.argv[1:]]), versions=versions())
+    result.save(out)
+    show(result, "show_profile", out, as_json)

@@ -1,0 +1,107 @@
+"""Several processes on one text: who reads what, and how their moments come together.
+
+    ranks = Ranks.start()                   # under torchrun; one process alone is Ranks()
+    if ranks.mine(number): ...              # batches are dealt out in turn
+    store = ranks.collect(store, owner)     # the owner has everybody's rows, the rest None
+    found = ranks.at_first(found, owner)    # what the owner has, at rank 0
+    ranks.share(found)                      # what rank 0 has, at every rank
+
+Moments travel along a tree: log2(ranks) steps, whichever kind of accumulator they are. Who owns a
+block solves it, so that solving is divided too. Each pair of ranks must know the other's order of
+calls, so everything here is called by all ranks alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from howlinear.stores import BlockStore
+
+PATIENCE = timedelta(hours=12)  # of a rank that waits for a slower one; one that died is noticed
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share the work."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def start(cls) -> Ranks:
+        """Join the other processes if torchrun started this one."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) < 2:
+            return cls()
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=PATIENCE)
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def stop(self) -> None:
+        if self.count > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def mine(self, number: int) -> bool:
+        return number % self.count == self.rank
+
+    def collect(self, store: BlockStore, owner: int) -> BlockStore | None:
+        """Everybody's rows of one block at its owner; None at the other ranks."""
+        place, step = (self.rank - owner) % self.count, 1
+        while step < self.count:
+            if place % (2 * step):
+                self._send(store.state_dict(), (self.rank - step) % self.count)
+                return None
+            if place + step < self.count:
+                state = self._receive((self.rank + step) % self.count)
+                store.merge(BlockStore.from_state(store.block, state, store.body[0].device))
+            step *= 2
+        return store
+
+    def tensors_at_first(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
+        """Tensors of the owner at rank 0; what came in at the other ranks."""
+        if owner != 0 and self.rank == owner:
+            self._send(tensors, 0)
+        return self._receive(owner) if owner != 0 and self.rank == 0 else dict(tensors)
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """A small value of one rank at every rank."""
+        if self.count == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, source)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small value of each rank at every rank, in order."""
+        if self.count == 1:
+            return [value]
+        box: list[Any] = [None] * self.count
+        dist.all_gather_object(box, value)
+        return box
+
+    def _send(self, tensors: Mapping[str, Tensor], to: int) -> None:
+        tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        heads = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+        dist.send_object_list([heads], to)
+        for value in tensors.values():
+            if value.numel():
+                dist.send(value.reshape(-1).view(torch.uint8), to)
+
+    def _receive(self, source: int) -> dict[str, Tensor]:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, source)
+        tensors = {}
+        for name, dtype, shape in box[0]:
+            value = torch.empty(shape, dtype=dtype)
+            if value.numel():
+                dist.recv(value.reshape(-1).view(torch.uint8), source)
+            tensors[name] = value
+        return tensors
