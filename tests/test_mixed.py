@@ -176,6 +176,7 @@ def test_units_do_not_matter(device, unit):
     x, y = rows(n=3000)
     power = float(_power_of_two(torch.tensor(unit, dtype=torch.float64)))
     one, other = filled(x, y), filled(x * power, y / power)
+    assert torch.equal(other._panels[:D], one._panels[:D] * power**2)  # to the bit
     torch.testing.assert_close(other.S_xx, one.S_xx * power**2, rtol=1e-12, atol=0)
     torch.testing.assert_close(other.S_xy, one.S_xy, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(other.S_yy, one.S_yy / power**2, rtol=1e-12, atol=0)

@@ -20,8 +20,8 @@ that meets few rows (first positions, rarely used experts) costs what it weighs.
 `Moments(..., precision="mixed")` is for devices where float64 is slow or missing. Products of rows are made in float32,
 `MIXED_TILE` rows at a time, on the device of the rows; everything else is as above, and in the same units. u = 2**-24:
 
-- One rounding a number, u of z - c. Rows are scaled by powers of two, column by column and tile by tile. That is exact,
-  so it changes no digit: it keeps squares within the range of float32, whatever the units, and nobody need remember it.
+- One rounding a number, u of z - c. Rows far from 1 are scaled by powers of two, column by column, tile by tile. That
+  is exact, so it changes no digit: it keeps squares within float32's range, and nobody need remember it.
 - A float32 sum of T squares is off by u T at worst and u sqrt(T / 3) by chance, even if it is made one by one (BLAS
   makes it in blocks, which is better). Tiles add in float64, so n rows are off by u T / sqrt(3 n), relative to
   the product of the columns' norms: T = 1024 gives 18 u for one tile and 3.4 u for 30000 rows, and the float64 addition
@@ -507,8 +507,11 @@ class Moments(Accumulator):
         d = self.d_in
         total = z.sum(0) if w is None else w @ z
         _check_finite(total[:d], total[d:])
-        scale = _power_of_two(z.abs().amax(0).to(self._total))  # (D,), where the sums are
-        z /= scale.to(z)
+        scale = _power_of_two(torch.linalg.vector_norm(z, math.inf, 0).to(self._total))  # (D,)
+        if plain := float(scale.min()) > 2.0**-40 and float(scale.max()) < 2.0**40:
+            scale.fill_(1)  # nothing to gain
+        else:
+            z /= scale.to(z)
         squares = z[:, d:].square()
         yy = squares.sum(0) if w is None else w @ squares
         self._total += total.to(self._total) * top
@@ -518,7 +521,10 @@ class Moments(Accumulator):
         for i, panel in self._views():
             j = i + len(panel)
             product = left[:, i:j].t() @ right[:, i:]
-            panel.addcmul_(product.to(panel) * (scale[i:j, None] * top), scale[i:])
+            if plain:
+                panel.add_(product.to(self.device), alpha=top)
+            else:
+                panel.addcmul_(product.to(panel) * (scale[i:j, None] * top), scale[i:])
 
     def _combine(self, other: Self) -> None:
         if self.shift is None:  # no rows of its own
