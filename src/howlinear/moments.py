@@ -16,19 +16,34 @@ batch. Rows are shifted before anything is summed, and all sums are float64. Wha
 triangular factor R of [1, z] instead: more digits, more work, and two and a half times the room for square blocks. It
 is the referee. Both keep their rows as they came while these take less room than the sums would, so that an accumulator
 that meets few rows (first positions, rarely used experts) costs what it weighs.
+
+`Moments(..., precision="mixed")` is for devices where float64 is slow or missing. Products of rows are made in float32,
+`MIXED_TILE` rows at a time, on the device of the rows; everything else is as above, and in the same units. u = 2**-24:
+
+- One rounding a number, u of z - c. Rows far from 1 are scaled by powers of two, column by column, tile by tile. That
+  is exact, so it changes no digit: it keeps squares within float32's range, and nobody need remember it.
+- A float32 sum of T squares is off by u T at worst and u sqrt(T / 3) by chance, even if it is made one by one (BLAS
+  makes it in blocks, which is better). Tiles add in float64, so n rows are off by u T / sqrt(3 n), relative to
+  the product of the columns' norms: T = 1024 gives 18 u for one tile and 3.4 u for 30000 rows, and the float64 addition
+  costs 1 / T of the product.
+- Singular values of the inputs below sqrt(8 u) = 7e-4 of the largest are lost in that, and `eps` says so to the rank
+  threshold, d_in * eps.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Self
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 PANEL = 96  # columns of x a matrix product takes at once: half the work for S_xx, at full speed
 TILE = 2048  # rows converted to float64 at once
+MIXED_TILE = 1024  # rows a float32 product takes at once: see above
 
 _local = threading.local()
 
@@ -79,6 +94,8 @@ class Accumulator:
 
     #: names of the float64 tensors that make up the sums
     _sums: tuple[str, ...] = ()
+    #: how products of rows can be made
+    _precisions: tuple[str, ...] = ("float64",)
 
     def __init__(
         self,
@@ -87,13 +104,20 @@ class Accumulator:
         *,
         shift: Tensor | None = None,
         device: torch.device | str = "cpu",
+        precision: str = "float64",
     ) -> None:
+        if precision not in self._precisions:
+            raise ValueError(
+                f"{type(self).__name__} has no precision {precision!r}, only {', '.join(self._precisions)}"
+            )
         if d_in < 1 or d_out < 1:
             raise ValueError(
                 f"moments need at least one column on each side, got {d_in} and {d_out}"
             )
         self.d_in, self.d_out = d_in, d_out
         self.device = torch.device(device)
+        #: of the products: "mixed" as soon as some of them were made in float32
+        self.precision = precision
         self.n = 0
         self.weight = 0.0
         #: resolution of the rows, for the rank threshold: float64's, or float32's for everything narrower
@@ -137,10 +161,17 @@ class Accumulator:
         rows = x.shape[:-1].numel()
         if rows == 0:
             return
-        x, y = x.detach().to(self.device), y.detach().to(self.device)
-        if rows > TILE:  # one tile is checked as it enters; several must not enter by halves
-            _check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=torch.float64) for t in (x, y)))
-        if not self._filled and self._kept.n + rows <= self.d_in // 2:
+        x, y, few = (
+            x.detach(),
+            y.detach(),
+            not self._filled and self._kept.n + rows <= self.d_in // 2,
+        )
+        if few or self.precision == "float64":  # else products are made where the rows are
+            x, y = x.to(self.device), y.to(self.device)
+        if rows > self._tile:  # one tile is checked as it enters; several must not enter by halves
+            wide = _widest(x.device)
+            _check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=wide) for t in (x, y)))
+        if few:
             x, y = x.reshape(rows, -1), y.reshape(rows, -1)
             _check_finite(x.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64))
             self._kept.add(x, y, None if weight is None else weight.reshape(rows))
@@ -149,10 +180,13 @@ class Accumulator:
             self._absorb(x, y, weight)
         self.n += rows
         self.weight += float(rows if weight is None else weight.sum())
-        self.eps = max(self.eps, _resolution(x.dtype), _resolution(y.dtype))
+        self.eps = max(self.eps, _resolution(x.dtype), _resolution(y.dtype), self._blur())
 
     def merge(self, other: Self) -> Self:
-        """Add another accumulator's rows to this one. Exact up to float64 rounding, in any order."""
+        """Add another accumulator's rows to this one. Exact up to float64 rounding, in any order.
+
+        Sums that hold products in float32 make these mixed too.
+        """
         if type(other) is not type(self) or (other.d_in, other.d_out) != (self.d_in, self.d_out):
             raise ValueError(
                 f"cannot merge {type(other).__name__}({other.d_in}, {other.d_out}) "
@@ -168,6 +202,8 @@ class Accumulator:
         if self.shift is None and not self._kept.n:
             self.shift = other.shift
         self._fill()
+        if other.precision == "mixed":
+            self.precision = "mixed"
         self._combine(other)
         self.n += other.n
         self.weight += other.weight
@@ -176,7 +212,7 @@ class Accumulator:
 
     def copy(self) -> Self:
         """An accumulator of its own with the same content."""
-        twin = type(self)(self.d_in, self.d_out, shift=self.shift, device=self.device)
+        twin = self._like(self.d_in, self.shift)
         twin.n, twin.weight, twin.eps = self.n, self.weight, self.eps
         twin._filled = self._filled
         if self._kept.n:
@@ -192,8 +228,8 @@ class Accumulator:
         if d_in == self.d_in:
             return self.copy()
         shift = None if self.shift is None else self._without(self.shift, d_in)
-        twin = type(self)(d_in, self.d_out, shift=shift, device=self.device)
-        twin.n, twin.weight, twin.eps = self.n, self.weight, self.eps
+        twin = self._like(d_in, shift)
+        twin.n, twin.weight, twin.eps = self.n, self.weight, max(self.eps, twin._blur())
         if self._kept.n:
             x, y, weight = self._kept.rows()
             twin._kept.add(x[:, :d_in], y, weight)
@@ -202,6 +238,19 @@ class Accumulator:
             twin._filled = True
             self._narrow_sums(twin)
         return twin
+
+    def _like(self, d_in: int, shift: Tensor | None) -> Self:
+        return type(self)(
+            d_in, self.d_out, shift=shift, device=self.device, precision=self.precision
+        )
+
+    def _blur(self) -> float:
+        """The least `eps` that keeps what float32 products blur below the rank threshold."""
+        return math.sqrt(8 * 2.0**-24) / self.d_in if self.precision == "mixed" else 0.0
+
+    @property
+    def _tile(self) -> int:
+        return MIXED_TILE if self.precision == "mixed" else TILE
 
     def _without(self, row: Tensor, d_in: int, lead: int = 0) -> Tensor:
         """The last dimension [lead, x, y] of `row` without the columns of x from `d_in` on."""
@@ -219,36 +268,40 @@ class Accumulator:
 
     def _ensure_shift(self, x: Tensor, y: Tensor) -> Tensor:
         if self.shift is None:
-            means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=torch.float64) for t in (x, y)]
+            wide = _widest(x.device)
+            means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=wide) for t in (x, y)]
             _check_finite(*means)
-            self.shift = torch.cat(means)
+            self.shift = torch.cat(means).to(self.device, torch.float64)
         return self.shift
 
     def _tiles(
         self, x: Tensor, y: Tensor, weight: Tensor | None, lead: int = 0
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Shifted float64 tiles [lead empty columns, x - c, y - c] of the rows, in one reused workspace."""
-        shift = self._ensure_shift(x, y)
+        """Shifted float64 tiles [lead empty columns, x - c, y - c] of the rows, in one reused workspace.
+
+        On the device of the rows, and in float32 where that has no float64.
+        """
+        shift = _parts(self._ensure_shift(x, y), x.device)
+        most = self._tile
         width = self.d_in + self.d_out + lead
         if (
             x.dim() != 3
         ):  # one row of slices; (windows, positions, features) stays as it is, uncopied
             x, y = x.reshape(1, -1, self.d_in), y.reshape(1, -1, self.d_out)
             weight = None if weight is None else weight.reshape(1, -1)
-        step = max(1, TILE // x.shape[1])
+        step = max(1, most // x.shape[1])
         for i in range(0, len(x), step):
-            for j in range(0, x.shape[1], TILE):
-                xs, ys = x[i : i + step, j : j + TILE], y[i : i + step, j : j + TILE]
+            for j in range(0, x.shape[1], most):
+                xs, ys = x[i : i + step, j : j + most], y[i : i + step, j : j + most]
                 rows = xs.shape[0] * xs.shape[1]
-                tile = _workspace(rows, width, self.device)
+                tile = _workspace(rows, width, x.device)
                 z = tile.view(*xs.shape[:2], width)
                 z[..., lead : lead + self.d_in].copy_(xs)
                 z[..., lead + self.d_in :].copy_(ys)
-                tile[:, lead:].sub_(shift)
-                yield (
-                    tile,
-                    None if weight is None else weight[i : i + step, j : j + TILE].reshape(-1),
-                )
+                for part in shift:
+                    tile[:, lead:].sub_(part)
+                w = None if weight is None else weight[i : i + step, j : j + most].reshape(-1)
+                yield tile, None if w is None else w.to(tile)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -261,6 +314,8 @@ class Accumulator:
         }
         if self.shift is not None:
             state["shift"] = self.shift
+        if self.precision != "float64":
+            state["precision"] = torch.tensor(list(self.precision.encode()), dtype=torch.uint8)
         if self._filled and self.n:
             state |= {name.strip("_"): getattr(self, name) for name in self._sums}
         elif self._kept.n:
@@ -271,7 +326,10 @@ class Accumulator:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a saved state after checking every part of it; a file is somebody else's word."""
+        """Take over a saved state after checking every part of it; a file is somebody else's word.
+
+        Its precision too: rows go on to the bit.
+        """
         fresh = type(self)(self.d_in, self.d_out, device=self.device)
         fresh._read_state(dict(state))
         self.__dict__.update(fresh.__dict__)
@@ -284,6 +342,9 @@ class Accumulator:
         kind = state.pop("kind")
         if kind.dtype != torch.uint8 or bytes(kind.flatten().tolist()) != name.encode():
             raise ValueError(f"the state is not that of {name}")
+        precision = state.pop("precision", None)
+        if precision is not None:
+            self.precision = _checked_name(precision, self._precisions)
         shape, scalars = state.pop("shape"), state.pop("scalars")
         if shape.dtype != torch.int64 or shape.shape != (3,) or scalars.shape != (2,):
             raise ValueError(f"{name} state has a malformed header")
@@ -312,7 +373,8 @@ class Accumulator:
                 mine.copy_(_checked(key.strip("_"), state.pop(key.strip("_")), tuple(mine.shape)))
         if state:
             raise ValueError(f"{name} state has unknown entries {', '.join(sorted(state))}")
-        self.n, self.weight, self.eps = n, weight, eps
+        self.n, self.weight = n, weight
+        self.eps = max(eps, self._blur()) if n else eps
 
     def _read_rows(self, state: dict[str, Tensor], n: int) -> None:
         if "rows_y" not in state:
@@ -384,9 +446,13 @@ class Accumulator:
 
 
 class Moments(Accumulator):
-    """Centred second moments of rows, in one pass and constant memory."""
+    """Centred second moments of rows, in one pass and constant memory.
+
+    `precision="mixed"` makes products of rows in float32 and adds them in float64, as the head of this file has it.
+    """
 
     _sums = ("_total", "_panels", "_yy")
+    _precisions = ("float64", "mixed")
     _total: Tensor  # (D,)
     _panels: Tensor  # flat; panel i is (rows of x it covers, D - i)
     _yy: Tensor  # (d_out,)
@@ -414,6 +480,8 @@ class Moments(Accumulator):
         return views
 
     def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        if self.precision == "mixed":
+            return self._absorb_mixed(x, y, weight)
         for z, w in self._tiles(x, y, weight):
             zy = z[:, self.d_in :]
             total = z.sum(0) if w is None else w @ z
@@ -423,6 +491,40 @@ class Moments(Accumulator):
             self._yy += zy.square().sum(0) if w is None else w @ zy.square()
             for i, panel in self._views():
                 panel.addmm_(left[:, i : i + len(panel)].t(), z[:, i:])
+
+    def _absorb_mixed(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        """Column sums and squares of y as ever, O(n D); products in float32, added in float64."""
+        top = 1.0
+        if weight is not None:
+            top = 2.0 ** (math.frexp(float(weight.max()))[1] - 1)
+            weight = weight / top
+        with _full_float32(x.device):
+            for z, w in self._tiles(x, y, weight):
+                self._add_mixed(z, w, top)
+
+    def _add_mixed(self, z: Tensor, w: Tensor | None, top: float) -> None:
+        """One tile z (T, D); `top` is the power of two that the weights were divided by."""
+        d = self.d_in
+        total = z.sum(0) if w is None else w @ z
+        _check_finite(total[:d], total[d:])
+        scale = _power_of_two(torch.linalg.vector_norm(z, math.inf, 0).to(self._total))  # (D,)
+        if plain := float(scale.min()) > 2.0**-40 and float(scale.max()) < 2.0**40:
+            scale.fill_(1)  # nothing to gain
+        else:
+            z /= scale.to(z)
+        squares = z[:, d:].square()
+        yy = squares.sum(0) if w is None else w @ squares
+        self._total += total.to(self._total) * top
+        self._yy += yy.to(self._yy) * scale[d:].square() * top
+        right = z.float()
+        left = right[:, :d] if w is None else (z[:, :d] * w[:, None]).float()
+        for i, panel in self._views():
+            j = i + len(panel)
+            product = left[:, i:j].t() @ right[:, i:]
+            if plain:
+                panel.add_(product.to(self.device), alpha=top)
+            else:
+                panel.addcmul_(product.to(panel) * (scale[i:j, None] * top), scale[i:])
 
     def _combine(self, other: Self) -> None:
         if self.shift is None:  # no rows of its own
@@ -564,11 +666,88 @@ class TSQR(Accumulator):
 
 
 def _workspace(rows: int, width: int, device: torch.device) -> Tensor:
-    """(rows, width) float64 scratch, one a thread: a fresh one costs more than the copy into it."""
-    cache = _local.__dict__.setdefault("scratch", {})
-    if device not in cache or cache[device].numel() < rows * width:
-        cache[device] = torch.empty(rows * width, dtype=torch.float64, device=device)
-    return cache[device][: rows * width].view(rows, width)
+    """(rows, width) scratch, one a thread: a fresh one costs more than the copy into it."""
+    cache, kind = _local.__dict__.setdefault("scratch", {}), (device, _widest(device))
+    if kind not in cache or cache[kind].numel() < rows * width:
+        cache[kind] = torch.empty(rows * width, dtype=kind[1], device=device)
+    return cache[kind][: rows * width].view(rows, width)
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """Of the floating-point types that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _parts(shift: Tensor, device: torch.device) -> list[Tensor]:
+    """The shift on a device: itself, or two float32 numbers that add up to it.
+
+    Subtracting them one after the other rounds z - c, not c.
+    """
+    if _widest(device) == torch.float64:
+        return [shift.to(device)]
+    high = shift.float()
+    return [high.to(device), (shift - high).float().to(device)]
+
+
+def _power_of_two(size: Tensor) -> Tensor:
+    """The power of two at or below each positive number; a half for zero, 2**-100 for anything smaller."""
+    _, exponent = torch.frexp(size)
+    return torch.ldexp(torch.ones_like(size), (exponent - 1).clamp_min(-100))
+
+
+class _FullFloat32:
+    """with _full_float32(device): products of float32 are float32's, whatever is set outside.
+
+    No TF32, no bfloat16, no autocast. The setting is the whole process's: the first thread in changes it, the last
+    one out puts it back.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.general: str | None = None  # what was set: None if full already
+        self.backends: list[tuple[Any, str]] = []
+
+    @contextmanager
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        with self.lock:
+            if not self.inside:
+                self._enter()
+            self.inside += 1
+        try:
+            with torch.autocast(device.type, enabled=False):
+                yield
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if not self.inside:
+                    self._leave()
+
+    def _enter(self) -> None:
+        try:
+            general = torch.get_float32_matmul_precision()
+            if general == "highest":
+                return
+        except RuntimeError:  # backends were set one by one, and torch has no one word for it
+            general = "highest"
+        matmuls: list[Any] = [
+            getattr(backend, "matmul", None)
+            for backend in (torch.backends.cuda, torch.backends.mkldnn)
+        ]
+        self.backends = [(m, m.fp32_precision) for m in matmuls if hasattr(m, "fp32_precision")]
+        self.general = general
+        torch.set_float32_matmul_precision("highest")
+
+    def _leave(self) -> None:
+        if self.general is not None:
+            torch.set_float32_matmul_precision(self.general)
+            for matmul, precision in self.backends:
+                if matmul.fp32_precision != precision:
+                    matmul.fp32_precision = precision
+        self.general, self.backends = None, []
+
+
+_full_float32 = _FullFloat32()
 
 
 def _resolution(dtype: torch.dtype) -> float:
@@ -594,3 +773,11 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], exact: bool = Tr
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} holds numbers that are not finite")
     return tensor
+
+
+def _checked_name(name: Tensor, known: tuple[str, ...]) -> str:
+    if name.dtype == torch.uint8 and name.dim() == 1:
+        for word in known:
+            if name.tolist() == list(word.encode()):
+                return word
+    raise ValueError(f"precision is none of {', '.join(known)}")
