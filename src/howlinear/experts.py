@@ -44,7 +44,7 @@ __all__ = [
 
 SHARED = "shared"
 SHARED_NAMES = ("shared_expert", "shared_experts")  # what families call it
-SLACK = 8  # times what rounding usually makes; what is really different is so by more than half
+SLACK = 8  # times one rounding, for what the experts add up to; it is a third of one as a rule
 
 Expert = int | str  # a number from 0, or SHARED
 
@@ -93,7 +93,7 @@ def _mixture(model: nn.Module, block: Block) -> Mixture | None:
     layer = model.get_submodule(block.entry)
     for name, module in layer.named_children():
         if count := _count(module):
-            shared = next((s for s in SHARED_NAMES if hasattr(layer, s)), None)
+            shared = next((s for s in SHARED_NAMES if getattr(layer, s, None) is not None), None)
             prefix = f"{block.entry}."
             return Mixture(block, prefix + name, count, prefix + shared if shared else None)
     return None
