@@ -42,7 +42,7 @@ def test_readme_commands_exist():
 
     lines = re.findall(r"^howlinear (control [\w-]+|\w+) (.*?)(?:#.*)?$", README, re.M)
     kinds = {f"control {kind}" for kind in ("random-init", "cross-feed", "matched", "checkpoints")}
-    plain = {"profile", "swap", "probe", "compress", "bench", "compare"}
+    plain = {"profile", "swap", "probe", "compress", "bench", "compare", "merge"}
     assert {command for command, _ in lines} == plain | kinds
     for command, rest in lines:
         known = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output

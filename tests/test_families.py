@@ -216,6 +216,18 @@ def test_padding_is_left_out(name: str, side: str) -> None:
             torch.testing.assert_close(getattr(rows, part), want, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("side", ["", "right", "left"])
+def test_some_of_the_rows_keep_their_positions(side: str) -> None:
+    at = torch.tensor([2, 3, 9])
+    for rows in hear(cached("llama"), tiny.inputs("llama", side)).values():
+        some = rows.only(at, rows.y[at] + 1)
+        assert some.shape is None
+        for part in ("x", "h", "stream", "kept", "window", "position"):
+            assert torch.equal(getattr(some, part), getattr(rows, part)[at])
+        assert torch.equal(some.y, rows.y[at] + 1)
+        assert torch.equal(some.only(torch.tensor([2]), some.y[2:]).position, rows.position[at[2:]])
+
+
 def _mask_name(block: Block) -> str:
     return "decoder_attention_mask" if block.stack == "decoder" else "attention_mask"
 

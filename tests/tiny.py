@@ -36,6 +36,10 @@ HF = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_a
 GQA = HF | {"num_key_value_heads": 2}
 GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4}
 MOE = GQA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = HF | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24}
+DEEPSEEK |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2}
+DEEPSEEK |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+DEEPSEEK |= {"v_head_dim": 4}
 MASKED = {"auto": "AutoModelForMaskedLM"}
 GEMMA = GQA | {"head_dim": 8, "sliding_window": 4}
 FALCON = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -149,6 +153,8 @@ TINY: dict[str, Tiny] = {
         experts=(1,),
     ),
     "qwen3_moe": Tiny("qwen3_moe", MOE | {"head_dim": 8}, experts=(0, 1)),
+    "granitemoe": Tiny("granitemoe", GQA | {"num_local_experts": 4}, experts=(0, 1)),
+    "deepseek_v3": Tiny("deepseek_v3", DEEPSEEK, blocks=3, experts=(1, 2)),
     "olmoe": Tiny("olmoe", GQA | {"num_experts": 4, "num_experts_per_tok": 2}, experts=(0, 1)),
 }
 

@@ -131,7 +131,8 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     **dict.fromkeys(("bert", "roberta", "mpnet", "xlm-roberta", "electra"), (BERT,)),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "stablelm"), (GATED,)),
     **dict.fromkeys(("olmo", "smollm3", "cohere"), (GATED,)),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), (GATED,)),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"), (GATED,)),
+    "granitemoe": (Family("layers.#", "block_sparse_moe"),),
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3"), (NORMED,)),
 }
 
@@ -397,6 +398,12 @@ class Rows:
     _lead: tuple[int, int]  # (B, L) in any case
     _keep: Tensor | None  # (n,) which of the B L positions are rows, ascending; None: all
     _h: Tensor | None  # (B L, d)
+    _starts: Tensor | None = None  # (B,) as `starts`, where the rows are only some of a block's
+
+    def only(self, at: Tensor, y: Tensor) -> Rows:
+        """The rows `at` (m,), with another y (m, d_out): what one expert was given, and said."""
+        kept, hidden = self.kept[at], None if self.hidden is None else self.hidden[at]
+        return Rows(self.x[at], y, hidden, None, self._lead, kept, self._h, self.starts)
 
     @cached_property
     def h(self) -> Tensor | None:
@@ -422,12 +429,18 @@ class Rows:
         return self.kept // self._lead[1]
 
     @cached_property
+    def starts(self) -> Tensor:
+        """(B,), how far each window's first real token is from its left end."""
+        if self._starts is not None:
+            return self._starts
+        batch, length = self._lead
+        first = torch.full((batch,), length, device=self.kept.device)
+        return first.scatter_reduce(0, self.window, self.kept % length, "amin")
+
+    @cached_property
     def position(self) -> Tensor:
         """(n,), position in the window, 0 at its first real token: left padding does not count."""
-        batch, length = self._lead
-        column = self.kept % length
-        first = torch.full((batch,), length, device=column.device)
-        return column - first.scatter_reduce(0, self.window, column, "amin")[self.window]
+        return self.kept % self._lead[1] - self.starts[self.window]
 
 
 Receive = Callable[[Block, Rows], None]
