@@ -34,6 +34,7 @@ from howlinear.cli_parts import (
     held_out,
     inputs_for,
     number_or,
+    own_device,
     progress_bars,
     room_for_batch,
     room_for_rows,
@@ -156,10 +157,12 @@ def swap(
 
     from howlinear import corpus
     from howlinear.perplexity import Protocol as Cut
+    from howlinear.ranks import Ranks
     from howlinear.swap import measure_swaps
 
-    cut = Cut.parse(protocol)
-    net, tokenizer = run_model(run, asked, about, device, trust_remote_code, allow_pickle)
+    cut, ranks = Cut.parse(protocol), Ranks.start()
+    code = (trust_remote_code, allow_pickle)
+    net, tokenizer = run_model(run, asked, about, own_device(device), *code)
     bos = about["settings"].get("bos", "auto")
     if cut.name.startswith("windows"):
         cut = Cut.parse(f"windows-{fitting(net, tokenizer, cut.length)}")
@@ -184,6 +187,7 @@ def swap(
             protocol=cut,
             n_bytes=n_bytes,
             batch_size=batch_size,
+            ranks=ranks,
             progress=begin,
         )
     result.about.update(
@@ -192,8 +196,10 @@ def swap(
         command=shlex.join(["howlinear", *sys.argv[1:]]),
         versions=versions(),
     )
-    result.save(run)
+    if ranks.rank == 0:
+        result.save(run)
     show(result, "show_swaps", run / "swap.json", as_json)
+    ranks.stop()
 
 
 @app.command()
@@ -471,6 +477,8 @@ def main() -> None:
     except (ValueError, OSError) as err:
         _fail(str(err), 2)
     except RuntimeError as err:
+        if "gloo" in str(err) or "NCCL" in str(err) or "TCPStore" in str(err):
+            _fail(f"another process is gone, this one cannot go on ({str(err)[:120]})", 1)
         if "out of memory" not in str(err).lower() and "can't allocate" not in str(err):
             raise
         _fail("out of memory: lower --batch-size, --folds or --max-length", 2)

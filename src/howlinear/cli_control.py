@@ -18,6 +18,7 @@ from howlinear.cli_parts import (
     asked_of,
     available_memory,
     fitting,
+    own_device,
     progress_bars,
     run_model,
     run_text,
@@ -94,6 +95,7 @@ def random_init(
             at=blocks,
             folds=given.folds,
             batch_size=batch_size,
+            ranks=given.ranks,
             progress=begin,
         )
     given.write(result, net, out, as_json)
@@ -132,6 +134,7 @@ def matched(
             folds=given.folds,
             seed=seed,
             batch_size=batch_size,
+            ranks=given.ranks,
             progress=begin,
         )
     given.write(result, net, out, as_json)
@@ -178,6 +181,7 @@ def cross_feed(
             pairs=pairs,
             folds=a.folds,
             batch_size=batch_size,
+            ranks=a.ranks,
             progress=begin,
         )
     result.about["model_b"] = models.describe(net_b, b.name, b.revision)
@@ -206,7 +210,9 @@ def checkpoints(
     """The profile over training. What is measured stays, so that the same command goes on."""
     from howlinear import blocks as blocks_of
     from howlinear import controls, corpus, models, records
+    from howlinear.ranks import Ranks
 
+    ranks = Ranks.start()
     stages = models.checkpoints(model, revisions.split(",") if revisions else None)
     text = text_of(text_file, None, None, "train", "text")
     asked = {
@@ -219,7 +225,7 @@ def checkpoints(
     }
     folder = out or Path("runs") / f"{slug(model)}-control"
     path = folder / "control-checkpoints.json"
-    result = controls.training(path, asked)
+    result = ranks.share(controls.training(path, asked))
     for name, (where, revision) in stages.items():
         if name in result.summary["measured"]:
             continue
@@ -227,7 +233,7 @@ def checkpoints(
         net, tokenizer = models.load(
             where,
             revision=revision,
-            device=device,
+            device=own_device(device),
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )
@@ -239,8 +245,9 @@ def checkpoints(
             tokens=tokens or corpus.default_tokens(widest),
         )
         with progress_bars() as begin:
-            advance = begin(f"profiling {name}", ids.numel())
-            result.measure(net, ids, name, at=blocks, batch_size=batch_size, progress=advance)
+            advance = begin(f"profiling {name}", ids.numel() // ranks.count)
+            how: dict[str, Any] = {"at": blocks, "batch_size": batch_size, "ranks": ranks}
+            result.measure(net, ids, name, progress=advance, **how)
         result.about.update(
             model=models.describe(net, where, revision),
             command=shlex.join(["howlinear", *sys.argv[1:]]),
@@ -248,9 +255,11 @@ def checkpoints(
         )
         del net
         result.sort(list(stages))
-        folder.mkdir(parents=True, exist_ok=True)
-        records.write_json(path, result.to_dict())
+        if ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            records.write_json(path, result.to_dict())
     show(result, "show_training", path, as_json)
+    ranks.stop()
 
 
 class _Given:
@@ -266,7 +275,7 @@ class _Given:
         device: str,
     ) -> None:
         self.run = Path(name) if name and (Path(name) / "profile.json").is_file() else None
-        self.name, self.revision, self.device = name, None, device
+        self.name, self.revision, self.device = name, None, own_device(device)
         self.tokens, self.length, self.folds, self.bos = tokens, max_length, folds, "auto"
         if self.run is None:
             self.text = text_of(text_file, None, None, "train", "text")
@@ -295,7 +304,9 @@ class _Given:
     def load(self, trust_remote_code: bool, allow_pickle: bool) -> tuple[Any, Any]:
         """The model and its windows."""
         from howlinear import blocks, corpus, models
+        from howlinear.ranks import Ranks
 
+        self.ranks = Ranks.start()
         if self.run is not None:
             code = (trust_remote_code, allow_pickle)
             net, tokenizer = run_model(self.run, self.asked, self.profile, self.device, *code)
@@ -339,6 +350,9 @@ class _Given:
     def write(self, result: Any, net: Any, out: Path | None, as_json: bool) -> None:
         from howlinear import models, records
 
+        self.ranks.stop()
+        if self.ranks.rank:
+            return
         result.about.update(
             model=models.describe(net, self.name, self.revision),
             corpus={"name": self.text.name, "fingerprint": self.text.fingerprint()},

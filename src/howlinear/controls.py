@@ -28,7 +28,9 @@ from howlinear.feeding import Output, as_function, feed, input_moments, on_gauss
 from howlinear.gaussian import expected_map, transport, whitening
 from howlinear.jackknife import Sums, jackknife, r2s
 from howlinear.moments import Moments
+from howlinear.passes import Course
 from howlinear.profiling import Profile, profile
+from howlinear.ranks import ALONE, Ranks
 from howlinear.records import MONITORED, SCHEMA, BlockProfile, pearson, read_json
 from howlinear.stores import Folds, check_rows
 
@@ -77,6 +79,7 @@ def random_init(
     at: str | None = None,
     folds: int = 5,
     batch_size: int = 8,
+    ranks: Ranks = ALONE,
     progress: Begin = _silent,
 ) -> Control:
     """The trained profile against the band of the same architecture untrained.
@@ -89,10 +92,11 @@ def random_init(
         raise ValueError(f"a band needs at least one seed, got {seeds} (--seeds)")
 
     def measured(net: nn.Module, what: str) -> Profile:
-        advance = progress(what, windows.numel())
+        advance = progress(what, windows.numel() // ranks.count)
         # in batches: what a swap may cost nobody asks here
         batches = windows.split(batch_size)
-        return profile(net, batches, at=at, folds=folds, progress=advance)
+        course = Course(ranks=ranks)
+        return profile(net, batches, at=at, folds=folds, course=course, progress=advance)
 
     if trained is None:
         trained = measured(model, "profiling the trained model")
@@ -176,6 +180,7 @@ def cross_feed(
     pairs: str = "same",
     folds: int = 5,
     batch_size: int = 8,
+    ranks: Ranks = ALONE,
     progress: Begin = _silent,
 ) -> Control:
     """Blocks of A fed with B's inputs and the other way round, for pairs of depths.
@@ -198,6 +203,7 @@ def cross_feed(
             [sides[k][i] for i in used[k]],
             batch_size,
             progress(f"inputs of {'AB'[k]}", windows[k].numel()),
+            ranks,
         )
         for k in (0, 1)
     ]
@@ -206,7 +212,8 @@ def cross_feed(
     for k in (0, 1):
         asked = {i: _on_inputs_of(k, i, sides, chosen, stats, modules) for i in used[k]}
         advance = progress(f"blocks on the inputs of {'AB'[k]}", windows[k].numel())
-        scores.append(feed(models[k], windows[k], sides[k], asked, split, batch_size, advance))
+        feeding = (models[k], windows[k], sides[k], asked, split, batch_size, advance)
+        scores.append(feed(*feeding, ranks=ranks))
     same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
     rows = [_two_by_two(sides, (i, j), scores, paired=same_windows) for i, j in chosen]
     summary = {
@@ -345,6 +352,7 @@ def matched(
     folds: int = 5,
     seed: int = 0,
     batch_size: int = 8,
+    ranks: Ranks = ALONE,
     progress: Begin = _silent,
 ) -> Control:
     """Each block on its own inputs, on Gaussian ones of the same mean and covariance, on whitened
@@ -352,7 +360,8 @@ def matched(
     own = blocks(model, at)
     split = Folds(folds)
     check_rows(windows.shape[0], windows.shape[1], max(b.d_in for b in own), split)
-    stats = input_moments(model, windows, own, batch_size, progress("inputs", windows.numel()))
+    advance = progress("inputs", windows.numel())
+    stats = input_moments(model, windows, own, batch_size, advance, ranks)
     notes: list[str] = []
     asked: dict[int, dict[Any, Output]] = {}
     expected: dict[int, Affine | None] = {}
@@ -371,16 +380,21 @@ def matched(
     by_index = {b.index: b for b in own}
     advance = progress("blocks on their inputs, moved", windows.numel())
     known = {i: a for i, a in expected.items() if a is not None}
-    scores = feed(model, windows, by_index, asked, split, batch_size, advance, known)
+    scores = feed(model, windows, by_index, asked, split, batch_size, advance, known, ranks)
     rows: list[dict[str, Any]] = []
     advance = progress("blocks on Gaussian inputs", windows.numel())
+    drawn: dict[int, tuple[Sums, Sums | None]] = {}
+    for k, b in enumerate(own):
+        if ranks.mine(k):
+            module = asked[b.index]["own"][1]
+            told_of = (b, stats[b.index], windows, split, seed, expected[b.index])
+            drawn[b.index] = on_gaussian(module, *told_of)
+        advance(windows.numel() // len(own))
+    drawn = ranks.joined(drawn)
     for b in own:
-        sums, guess = on_gaussian(
-            asked[b.index]["own"][1], b, stats[b.index], windows, split, seed, expected[b.index]
-        )
+        sums, guess = drawn[b.index]
         found = {str(name): s for name, s in scores[b.index].items()} | {"gaussian": sums}
         told = found.pop("predicted", None)
-        advance(windows.numel() // len(own))
         rows.append(
             {
                 "index": b.index,
@@ -455,11 +469,18 @@ class Training:
         *,
         at: str | None = None,
         batch_size: int = 8,
+        ranks: Ranks = ALONE,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Profile one more checkpoint."""
-        batches = windows.split(batch_size)
-        found = profile(model, batches, at=at, folds=self.asked["folds"], progress=progress)
+        found = profile(
+            model,
+            windows.split(batch_size),
+            at=at,
+            folds=self.asked["folds"],
+            course=Course(ranks=ranks),
+            progress=progress,
+        )
         if self.checkpoints and len(found.blocks) != len(self.checkpoints[0]["blocks"]):
             raise ValueError(f"{name} has {len(found.blocks)} blocks, unlike the ones before it")
         rows = [{field: getattr(b, field) for field in MONITORED} for b in found.blocks]

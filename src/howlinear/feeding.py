@@ -26,6 +26,7 @@ from howlinear.families import Block, Rows, as_module, backbone, call_options, t
 from howlinear.gaussian import draw, symmetric_root
 from howlinear.jackknife import Sums
 from howlinear.moments import Moments
+from howlinear.ranks import ALONE, Ranks
 from howlinear.stores import Folds
 
 Rewrite = Callable[[Tensor], Tensor]
@@ -68,6 +69,7 @@ def input_moments(
     at: Sequence[Block],
     batch_size: int,
     advance: Callable[[int], None],
+    ranks: Ranks = ALONE,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Mean and covariance of what enters each block."""
     sums = {b.index: Moments(b.d_in, 1) for b in at}
@@ -76,9 +78,11 @@ def input_moments(
         sums[block.index].update(rows.x, rows.x[..., :1])
 
     with _heard(model, at, receive) as run:
-        for batch in windows.split(batch_size):
-            run(batch)
+        for number, batch in enumerate(windows.split(batch_size)):
+            if ranks.mine(number):
+                run(batch)
             advance(batch.numel())
+    sums = {i: ranks.added(m) for i, m in sums.items()}
     return {i: (m.mean_x, m.gram()[0] / m.weight) for i, m in sums.items()}
 
 
@@ -91,6 +95,7 @@ def feed(
     batch_size: int,
     advance: Callable[[int], None],
     predicted: Mapping[int, Affine] = MappingProxyType({}),
+    ranks: Ranks = ALONE,
 ) -> dict[int, dict[Any, Sums]]:
     """Cross-validated sums of every output asked for on the inputs of each block.
 
@@ -121,17 +126,21 @@ def feed(
             groups[block.index][g].update(x[w, p], y[w, p])
 
     with _heard(model, at, receive) as run_model:
-        for batch in windows.split(batch_size):
-            run_model(batch)
+        for number, batch in enumerate(windows.split(batch_size)):
+            if ranks.mine(number):
+                run_model(batch)
             offset += batch.numel()
             advance(batch.numel())
     found: dict[int, dict[Any, Sums]] = {}
-    for b in at:
-        kept = [m for m in groups.pop(b.index) if m.n]
+    for k, b in enumerate(at):
+        own = [ranks.collect(m, k % ranks.count) for m in groups.pop(b.index)]
+        kept = [m for m in own if m is not None and m.n]
+        if not ranks.mine(k):
+            continue
         found[b.index] = _cross_validated(kept, slices[b.index])
         if b.index in predicted:
             found[b.index]["predicted"] = [_as_first(predicted[b.index], kept)]
-    return found
+    return ranks.joined(found)
 
 
 def _cross_validated(groups: list[Moments], slices: dict[Any, slice]) -> dict[Any, Sums]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.families import Block, Rows, backbone, call_options, tap
-from howlinear.ranks import Ranks
+from howlinear.ranks import ALONE, Ranks
 from howlinear.saving import Saves, read_store
 from howlinear.stores import CELL, BlockStore, Split
 
@@ -27,7 +27,6 @@ Batch = Tensor | dict[str, Tensor]
 Windows = Tensor | Iterable[Batch]
 Advance = Callable[[int], None]  # called with tokens done
 
-ALONE = Ranks()
 PRIMER = (8, 16)  # windows and tokens of each that sink units are chosen by
 
 
@@ -136,8 +135,10 @@ def collected(
         if all(b.index in done for b in group):
             assert course.saves is not None
             first = course.ranks.rank == 0
-            for p in pieces(windows, batch_size) if progress is not None else ():
-                progress(p.tokens if course.mine(p.number) else 0)
+            if progress is not None:
+                progress(
+                    sum(p.tokens for p in pieces(windows, batch_size) if course.mine(p.number))
+                )
             yield [read_store(course.saves.folder, b) for b in group] if first else []
             continue
         source = pieces(windows, batch_size)

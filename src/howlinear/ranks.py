@@ -3,7 +3,7 @@
     ranks = Ranks.start()                   # under torchrun; one process alone is Ranks()
     if ranks.mine(number): ...              # batches are dealt out in turn
     store = ranks.collect(store, owner)     # the owner has everybody's rows, the rest None
-    found = ranks.at_first(found, owner)    # what the owner has, at rank 0
+    sums = ranks.added(sums)                # the same, at every rank
     ranks.share(found)                      # what rank 0 has, at every rank
 
 Moments travel along a tree: log2(ranks) steps, whichever kind of accumulator they are. Who owns a
@@ -17,13 +17,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from howlinear.moments import Moments
 from howlinear.stores import BlockStore
+
+S = TypeVar("S", BlockStore, Moments)
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)  # of a rank that waits for a slower one; one that died is noticed
 
@@ -52,8 +56,8 @@ class Ranks:
     def mine(self, number: int) -> bool:
         return number % self.count == self.rank
 
-    def collect(self, store: BlockStore, owner: int) -> BlockStore | None:
-        """Everybody's rows of one block at its owner; None at the other ranks."""
+    def collect(self, store: S, owner: int) -> S | None:
+        """Everybody's rows at their owner; None at the other ranks."""
         place, step = (self.rank - owner) % self.count, 1
         while step < self.count:
             if place % (2 * step):
@@ -61,9 +65,31 @@ class Ranks:
                 return None
             if place + step < self.count:
                 state = self._receive((self.rank + step) % self.count)
-                store.merge(BlockStore.from_state(store.block, state, store.body[0].device))
+                store.merge(_revived(store, state))
             step *= 2
         return store
+
+    def added(self, sums: Moments) -> Moments:
+        """Everybody's rows at every rank."""
+        if self.count == 1:
+            return sums
+        total = self.collect(sums, 0)
+        state = {} if total is None else {n: v.cpu() for n, v in total.state_dict().items()}
+        heads = self.share([(name, v.dtype, tuple(v.shape)) for name, v in state.items()])
+        for name, dtype, shape in heads:
+            state[name] = state.get(name, torch.empty(shape, dtype=dtype)).contiguous()
+            if state[name].numel():
+                dist.broadcast(state[name].reshape(-1).view(torch.uint8), 0)
+        return _revived(sums, state) if total is None else total
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Everybody's values (n, k) added up, as if the shorter ones went on with zeros."""
+        if self.count == 1:
+            return values
+        most = max(self.gather(len(values)))
+        total = torch.nn.functional.pad(values.cpu(), (0, 0, 0, most - len(values))).contiguous()
+        dist.all_reduce(total)
+        return total
 
     def tensors_at_first(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
         """Tensors of the owner at rank 0; what came in at the other ranks."""
@@ -87,6 +113,13 @@ class Ranks:
         dist.all_gather_object(box, value)
         return box
 
+    def joined(self, own: dict[int, T]) -> dict[int, T]:
+        """What each rank found of its blocks, at every rank; small values."""
+        every = {i: value for part in self.gather(own) for i, value in part.items()}
+        return {i: every[i] for i in sorted(every)}
+
+    # -- how tensors travel
+
     def _send(self, tensors: Mapping[str, Tensor], to: int) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
         heads = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
@@ -105,3 +138,15 @@ class Ranks:
                 dist.recv(value.reshape(-1).view(torch.uint8), source)
             tensors[name] = value
         return tensors
+
+
+def _revived(like: S, state: Mapping[str, Tensor]) -> S:
+    """What another rank sent, as the same kind of thing."""
+    if isinstance(like, BlockStore):
+        return BlockStore.from_state(like.block, state, like.body[0].device)
+    twin = Moments(like.d_in, like.d_out, device=like.device)
+    twin.load_state_dict(state)
+    return twin
+
+
+ALONE = Ranks()

@@ -37,6 +37,7 @@ from howlinear.perplexity import (
     protocol_of,
 )
 from howlinear.profiling import Profile
+from howlinear.ranks import ALONE, Ranks
 from howlinear.records import SCHEMA, BlockProfile, BlockSwap, read_json, spearman, write_json
 from howlinear.saving import read_moments
 from howlinear.sweeps import Cost, Replacement, Sweep, Variant, map_errors, model_inputs, sweep
@@ -106,6 +107,7 @@ def measure_swaps(
     protocol: Protocol | str | None = None,
     n_bytes: int | None = None,
     batch_size: int = 8,
+    ranks: Ranks = ALONE,
     progress: Progress | None = None,
 ) -> Swaps:
     """Replace each block of a run (or those `at`) alone by its map, and measure.
@@ -121,13 +123,21 @@ def measure_swaps(
         raise ValueError(f"units is {units!r}, expected auto, 0, 1, 2 or 4 (--units)")
     run = Profile.load(folder)
     pairs = match(model, run, at)
-    shelf = Shelf(model, Path(folder), run, weighting, fit, [b for b, _ in pairs])
+    shelf = Shelf(model, Path(folder), run, weighting, fit, [b for b, _ in pairs], ranks)
     how = protocol_of(report, protocol)
 
     def measured(what: str, variants: Sequence[Variant], windows: Batches) -> Sweep:
-        size = windows.numel() if isinstance(windows, Tensor) else 0
+        size = windows.numel() // ranks.count if isinstance(windows, Tensor) else 0
         done = progress(what, size * len(variants)) if progress else None
-        return sweep(model, variants, windows, protocol=how, batch_size=batch_size, progress=done)
+        return sweep(
+            model,
+            variants,
+            windows,
+            protocol=how,
+            batch_size=batch_size,
+            ranks=ranks,
+            progress=done,
+        )
 
     settings = {
         "protocol": how.name,
@@ -141,18 +151,20 @@ def measure_swaps(
     try:
         Readout(model)
     except ValueError as why:
-        return _without_perplexity(model, pairs, shelf, chosen, report, settings, str(why))
+        maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
+        found = map_errors(model, [(b, maps[b.index]) for b, _ in pairs], report, ranks)
+        return _without_perplexity(model, pairs, shelf, maps, found, settings, str(why))
     if units == "auto":
         chosen = _choose(pairs, shelf, partial(measured, "choosing units", windows=choose))
     swept, named = _reported(pairs, shelf, chosen, partial(measured, "swapping", windows=report))
     costs = {i: own.get("chosen", own["plain"]) for i, own in named.items()}
+    maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
     records = [
-        _record(model, pair, shelf, chosen[pair[0].index], named[pair[0].index]) for pair in pairs
+        _record(model, pair, shelf, maps[pair[0].index], named[pair[0].index]) for pair in pairs
     ]
     base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
     settings |= {"tokens": base.tokens, "resumed": swept.resumed}
     notes = [] if swept.resumed else [NOT_RESUMED]
-    maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
     return Swaps(records, maps, costs, base, settings, _signals(pairs, records), notes)
 
 
@@ -180,17 +192,15 @@ def _without_perplexity(
     model: nn.Module,
     pairs: Pairs,
     shelf: Shelf,
-    chosen: dict[int, int],
-    report: Batches,
+    maps: dict[int, Map],
+    found: list[Cost],
     settings: dict[str, Any],
     why: str,
 ) -> Swaps:
     """How far the maps are from their blocks, for models that predict no next token."""
-    maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
-    found = map_errors(model, [(b, maps[b.index]) for b, _ in pairs], report)
     costs = {cost.block.index: cost for cost in found}
     records = [
-        _record(model, pair, shelf, chosen[pair[0].index], {"chosen": costs[pair[0].index]})
+        _record(model, pair, shelf, maps[pair[0].index], {"chosen": costs[pair[0].index]})
         for pair in pairs
     ]
     return Swaps(records, maps, costs, None, settings, {}, [f"no perplexity: {why}"])
@@ -243,6 +253,7 @@ class Shelf:
         weighting: str,
         fit: Batches | None,
         at: list[Block],
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.folder, self.run, self.weighting = model, folder, run, weighting
         self.like = next(model.parameters()).detach()
@@ -253,7 +264,7 @@ class Shelf:
             if fit is None:
                 raise ValueError(f"weighting {weighting} needs the text that the run was fitted on")
             units = {b.index: self.records[b.index].sink_units or [] for b in at}
-            self.weighted = weighted_moments(model, at, fit, weighting, units)
+            self.weighted = weighted_moments(model, at, fit, weighting, units, ranks)
 
     def ladder(self, block: Block) -> list[int]:
         """How many units a map of this block may keep."""
@@ -326,6 +337,7 @@ def weighted_moments(
     windows: Batches,
     weighting: str,
     units: dict[int, list[int]],
+    ranks: Ranks = ALONE,
 ) -> dict[int, Moments]:
     """Moments of [x, sink units] and y with rows weighted by 1/|h| ("stream") or 1/|y|^2 ("output")."""
     found = {b.index: Moments(b.d_in + len(units[b.index]), b.d_out) for b in at}
@@ -345,9 +357,10 @@ def weighted_moments(
 
     heard = {i: torch.tensor(u) for i, u in units.items() if u}
     with torch.no_grad(), evaluating(model), tap(model, receive, at=at, units=heard):
-        for inputs in model_inputs(model, windows):
-            backbone(model)(**inputs)
-    return found
+        for number, inputs in enumerate(model_inputs(model, windows)):
+            if ranks.mine(number):
+                backbone(model)(**inputs)
+    return {index: ranks.added(sums) for index, sums in found.items()}
 
 
 # -- choosing k -----------------------------------------------------------------------------------
@@ -399,11 +412,11 @@ def _record(
     model: nn.Module,
     pair: tuple[Block, BlockProfile],
     shelf: Shelf,
-    k: int,
+    fitted: Map,
     costs: dict[str, Cost],
 ) -> BlockSwap:
     block, profile = pair
-    fitted, cost = shelf.map(block, k), costs.get("chosen", costs.get("plain"))
+    cost = costs.get("chosen", costs.get("plain"))
     assert cost is not None
     module = as_module(model, block)
     parameters = sum(p.numel() for p in module.parameters())

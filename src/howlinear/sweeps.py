@@ -33,6 +33,7 @@ from howlinear.perplexity import (
     protocol_of,
     reference,
 )
+from howlinear.ranks import ALONE, Ranks
 from howlinear.resuming import Recording
 
 ROOM = 2**26  # logits of the original model that are kept while variants are held against them
@@ -92,9 +93,13 @@ def sweep(
     protocol: Protocol | str | None = None,
     batch_size: int = 8,
     resume: bool = True,
+    ranks: Ranks = ALONE,
     progress: Callable[[int], None] | None = None,
 ) -> Sweep:
-    """The model once as it is, and once with each variant alone. `progress` hears tokens a variant."""
+    """The model once as it is, and once with each variant alone. `progress` hears tokens a variant.
+
+    Several `ranks` take batches in turn, and each has the whole result.
+    """
     for block, replacement in variants:
         check_widths(block, replacement)
     how, readout = protocol_of(windows, protocol), Readout(model)
@@ -106,7 +111,9 @@ def sweep(
     errors = [_Errors(_norm(model, block)) for block, _ in variants]
     base = TokenScores()
     size = max(1, min(batch_size, ROOM // (readout.vocabulary * how.length)))
-    for batch in batches(windows, how, size):
+    for number, batch in enumerate(batches(windows, how, size)):
+        if not ranks.mine(number):
+            continue
         rows, originals = _original(model, readout, recording, batch, at)
         for original in originals:
             base.update(original, original.log_p)
@@ -121,14 +128,18 @@ def sweep(
                 score.update(original, readout.logits(states[part]))
             if progress is not None:
                 progress(batch.inputs["input_ids"].numel())
+    for score in (base, *scores):
+        score.sums = ranks.sum(score.sums)
     costs = [
-        Cost(block, score.comparison(how), *error.means())
+        Cost(block, score.comparison(how), *error.means(ranks))
         for (block, _), score, error in zip(variants, scores, errors, strict=True)
     ]
     return Sweep(costs, base.comparison(how).original, resumed)
 
 
-def map_errors(model: nn.Module, variants: Sequence[Variant], windows: Batches) -> list[Cost]:
+def map_errors(
+    model: nn.Module, variants: Sequence[Variant], windows: Batches, ranks: Ranks = ALONE
+) -> list[Cost]:
     """How far each replacement is from its block: all that can be said without a prediction."""
     for block, replacement in variants:
         check_widths(block, replacement)
@@ -139,9 +150,10 @@ def map_errors(model: nn.Module, variants: Sequence[Variant], windows: Batches) 
         errors[block].update(rows, maps[block](rows.x))
 
     with torch.no_grad(), evaluating(model), tap(model, receive, at=list(maps)):
-        for inputs in model_inputs(model, windows):
-            backbone(model)(**inputs)
-    return [Cost(block, None, *errors[block].means()) for block in maps]
+        for number, inputs in enumerate(model_inputs(model, windows)):
+            if ranks.mine(number):
+                backbone(model)(**inputs)
+    return [Cost(block, None, *errors[block].means(ranks)) for block in maps]
 
 
 def model_inputs(
@@ -211,19 +223,27 @@ class _Errors:
         y, guess = y.float(), guess.float()
         self.n += len(y)
         self.elements += y.numel()
-        self.cosine += float(torch.cosine_similarity(y, guess, dim=1).sum())
-        self.squares += float((y - guess).square().sum())
+        self.cosine += _total(torch.cosine_similarity(y, guess, dim=1))
+        self.squares += _total((y - guess).square())
         if rows.stream is None:
             self.stream = math.nan
             return
         if self.out_norm is not None:
             y, guess = self.out_norm(rows.y), self.out_norm(guess.to(rows.y))
         off = (y - guess).float().square().sum(1) / rows.stream
-        self.stream += float(off.sum())
+        self.stream += _total(off)
 
-    def means(self) -> tuple[float, float, float]:
-        """(cosine, rmse, stream_error)"""
-        if not self.n:
+    def means(self, ranks: Ranks) -> tuple[float, float, float]:
+        """(cosine, rmse, stream_error), of what all ranks have summed."""
+        own = [self.n, self.elements, self.cosine, self.squares, self.stream]
+        n, elements, cosine, squares, stream = ranks.sum(torch.tensor([own], dtype=torch.float64))[
+            0
+        ].tolist()
+        if not n:
             return math.nan, math.nan, math.nan
-        rmse = math.sqrt(self.squares / self.elements)
-        return self.cosine / self.n, rmse, self.stream / self.n
+        return cosine / n, math.sqrt(squares / elements), stream / n
+
+
+def _total(values: Tensor) -> float:
+    """In float64, so that it is the same however many threads or processes take part."""
+    return float(values.cpu().sum(dtype=torch.float64))

@@ -1,0 +1,74 @@
+"""What several ranks do together, for test_ranks: `torchrun ... ranked.py OUT`, or in one process."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+import tiny
+from howlinear import blocks, profile
+from howlinear.controls import cross_feed, matched, random_init
+from howlinear.passes import Course
+from howlinear.ranks import Ranks
+from howlinear.records import clean
+from howlinear.saving import Saves
+from howlinear.swap import measure_swaps
+from howlinear.sweeps import map_errors
+
+LENGTH = 32
+
+
+def ids(windows, seed):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, tiny.VOCABULARY, (windows, LENGTH), generator=g)
+
+
+def everything(ranks, folder):
+    """One number after another, by name. Two ranks have 27 and 26 batches, three 18, 18 and 17."""
+    torch.manual_seed(0)
+    model, other = tiny.model("llama"), tiny.model("gpt2")
+    windows, found = ids(5 * 2048 // LENGTH + 51, 0), {}
+    for solver in ("moments", "tsqr"):
+        run = folder / solver
+        saves = Saves(run, {}, 1e9, ranks.rank)
+        course = Course(ranks=ranks, together=2, saves=saves)
+        result = profile(model, windows, solver=solver, batch_size=7, course=course)
+        found[solver] = [b.to_dict() for b in result.blocks]
+        if ranks.rank == 0:
+            result.save(run)
+            found[f"{solver}-maps"] = [m.weight.tolist() for m in result.maps.values()]
+        ranks.share(None)  # the run is there
+    held = {"choose": ids(9, 1), "report": ids(13, 2)}
+    for weighting in ("none", "stream"):
+        swaps = measure_swaps(
+            model,
+            folder / "moments",
+            **held,
+            fit=windows,
+            weighting=weighting,
+            batch_size=2,
+            ranks=ranks,
+        )
+        found[f"swap-{weighting}"] = swaps.to_dict()
+    batches = windows.split(7)
+    maps = [(b, result_map(b)) for b in blocks(model)]
+    errors = map_errors(model, maps, batches, ranks)
+    found["errors"] = [[e.cosine, e.rmse, e.stream_error] for e in errors]
+    found["random"] = random_init(model, windows, seeds=1, batch_size=7, ranks=ranks).to_dict()
+    found["matched"] = matched(model, windows, batch_size=7, ranks=ranks).to_dict()
+    crossed = cross_feed(model, other, windows, windows, pairs="0:1,2:0", batch_size=7, ranks=ranks)
+    found["cross"] = crossed.to_dict()
+    return clean(found)
+
+
+def result_map(block):
+    return lambda x: 0.5 * x[..., : block.d_out]
+
+
+if __name__ == "__main__":
+    here = Ranks.start()
+    told = everything(here, Path(sys.argv[1]))
+    if here.rank == 0:
+        Path(sys.argv[1], "found.json").write_text(json.dumps(told))
+    here.stop()
