@@ -40,7 +40,7 @@ def files(folder):
     data = json.loads((folder / "profile.json").read_text())
     paths = sorted(p for name in ("moments", "maps") for p in (folder / name).iterdir())
     tensors = {
-        (path.parent.name, path.name, name): value.numpy().tobytes()
+        (path.parent.name, path.name, name): value.reshape(-1).view(torch.uint8).numpy().tobytes()
         for path in paths
         for name, value in read_tensors(path).items()
     }

@@ -26,6 +26,7 @@ from typing import Any
 
 from howlinear import ggufs
 from howlinear.ggufs import one_line
+from howlinear.offload import is_offloaded, run_on
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,17 @@ def load(
     revision: str | None = None,
     dtype: Any = "float32",
     device: str = "cpu",
+    device_map: str | None = None,
+    offload_folder: str | Path | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer (None when it has none), from wherever `name` points."""
+    """The model and its tokenizer (None when it has none), from wherever `name` points.
+
+    `device_map` is "auto", which divides the model among what there is (GPUs, then memory, then
+    disk), or "disk", which leaves every weight there until its module runs; with it `device` says
+    where modules run. Weights that must be written anew to be left on disk go to `offload_folder`.
+    """
     dtype, target = _dtype(dtype), _device(device)
     if target.type == "mps" and str(dtype) == "torch.float64":
         raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
@@ -63,7 +71,8 @@ def load(
     with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
         config = _config(source, trust_remote_code)
         stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
-        model = _weights(source, config, dtype, trust_remote_code, allow_pickle)
+        placed = _placement(source, device_map, offload_folder)
+        model = _weights(source, config, dtype, trust_remote_code, allow_pickle, placed)
         tokenizer = _tokenizer(source, trust_remote_code)
     if source.gguf:
         ggufs.forget_quantization(model)
@@ -73,8 +82,13 @@ def load(
     if tokenizer is not None:  # windows are cut elsewhere: "sequence longer than ..." is no news
         warned = getattr(tokenizer, "deprecation_warnings", {})
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
+    model.requires_grad_(False).eval()
+    if device_map is not None:
+        if device_map == "disk":
+            run_on(model, target)
+        return model, tokenizer
     try:
-        return model.requires_grad_(False).eval().to(target), tokenizer
+        return model.to(target), tokenizer
     except RuntimeError as err:
         cause = f"{source.label} does not fit on device {device} ({one_line(err)})"
         raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
@@ -99,7 +113,7 @@ def describe(model: Any, name: str | None = None, revision: str | None = None) -
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": quantization,
         "parameters": sum(p.numel() for p in model.parameters()),  # tied weights count once
-        "weights": _fingerprint(model),
+        "weights": None if is_offloaded(model) else _fingerprint(model),
     }
 
 
@@ -245,10 +259,36 @@ def _config(source: _Source, trust_remote_code: bool) -> Any:
         raise _explained(err, source, "its configuration cannot be read") from err
 
 
-def _weights(source: _Source, config: Any, dtype: Any, trust: bool, allow_pickle: bool) -> Any:
+def _placement(source: _Source, device_map: str | None, folder: Any) -> dict[str, Any]:
+    """What from_pretrained takes to leave weights elsewhere."""
+    if device_map is None:
+        return {}
+    if device_map not in ("auto", "disk"):
+        raise ValueError(f"unknown device map {device_map}: --device-map takes auto")
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError(
+            "accelerate is missing, which keeps weights elsewhere: pip install accelerate"
+        )
+    if source.gguf and device_map == "disk":
+        raise ValueError(
+            f"{source.label} is packed: its weights cannot stay on disk; pass a folder or a hub id"
+        )
+    where = {"": "disk"} if device_map == "disk" else device_map
+    placed = {"device_map": where}
+    return placed if folder is None else placed | {"offload_folder": str(folder)}
+
+
+def _weights(
+    source: _Source,
+    config: Any,
+    dtype: Any,
+    trust: bool,
+    allow_pickle: bool,
+    placed: dict[str, Any],
+) -> Any:
     import transformers
 
-    cls, options = _model_class(source, config, trust), dict(source.options)
+    cls, options = _model_class(source, config, trust), {**source.options, **placed}
     if not source.gguf:
         options["use_safetensors"] = None if allow_pickle else True
     elif hasattr(transformers, "GgufConfig"):  # newer transformers may else keep weights packed
@@ -382,6 +422,9 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as hf
 
     level, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
+    big = logging.getLogger("accelerate.big_modeling")
+    before = big.level
+    big.setLevel(logging.ERROR)  # that weights are elsewhere is what was asked for
     downloads = not hub.are_progress_bars_disabled()
     hf.set_verbosity_error()
     hf.disable_progress_bar()
@@ -391,6 +434,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hf.set_verbosity(level)
+        big.setLevel(before)
         if bars:
             hf.enable_progress_bar()
         if not downloads:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.families import Block, Rows, backbone, call_options, tap
+from howlinear.offload import device_of
 from howlinear.ranks import ALONE, Ranks
 from howlinear.saving import Saves, read_store
 from howlinear.stores import CELL, BlockStore, Split
@@ -36,6 +37,7 @@ class Course:
 
     shard: tuple[int, int] = (0, 1)  # this part of so many, batches dealt out in turn
     ranks: Ranks = ALONE
+    layerwise: bool = False  # see `layerwise`
     together: int | None = None  # blocks that are measured in one pass over the text; None: all
     saves: Saves | None = None
 
@@ -94,7 +96,7 @@ class Whole:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.net = model, backbone(model)
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.extra = call_options(self.net)
 
     def run(self, inputs: dict[str, Tensor]) -> None:

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from howlinear.affine import Affine
 from howlinear.families import Block, blocks
 from howlinear.fisher import fisher
+from howlinear.layerwise import layer_by_layer
 from howlinear.measuring import Measured, measure
+from howlinear.offload import device_of, is_offloaded, resident
 from howlinear.passes import Course, Windows, collected, pieces
 from howlinear.records import SCHEMA, BlockProfile, read_json, summarise, write_json
 from howlinear.saving import Saved, forget, saved_maps, write_map, write_store
@@ -277,19 +279,24 @@ def gathered(
         raise ValueError(
             f"unknown solver {solver!r}, expected one of {', '.join(SOLVERS)} (--solver)"
         )
-    device = next(model.parameters()).device
-    where = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
-    care = (fisher(model, at, windows, seed) if isinstance(windows, Tensor) else None) or {}
+    care: dict[int, Tensor] = {}
+    if isinstance(windows, Tensor) and not course.layerwise and not is_offloaded(model):
+        care = fisher(model, at, windows, seed) or {}
+
+    def where(block: Block) -> torch.device:
+        device = device_of(model.get_submodule(block.entry))
+        return torch.device("cpu") if device.type == "mps" else device  # which has no float64
 
     def make(group: Sequence[Block], run: Callable[[], Any]) -> list[BlockStore]:
         sinks = sink_units(model, group, run)
         known = [_known(model, b, sinks.get(b.index), care.get(b.index)) for b in group]
         return [
-            BlockStore(b, split.groups, solver, seed, where, k)
+            BlockStore(b, split.groups, solver, seed, where(b), k)
             for b, k in zip(group, known, strict=True)
         ]
 
-    yield from collected(
+    way = layer_by_layer if course.layerwise else collected
+    yield from way(
         model,
         windows,
         at,
@@ -308,7 +315,11 @@ def _known(
     care: Tensor | None,
 ) -> Known:
     units, shares = sinks or (None, None)
-    norm = OutNorm.of(model.get_submodule(block.out_norm), block.d_out) if block.out_norm else None
+    norm = None
+    if block.out_norm:
+        module = model.get_submodule(block.out_norm)
+        with resident([module]):
+            norm = OutNorm.of(module, block.d_out)
     return Known(units, shares, norm, care, seen=norm is not None or block.out_norm is None)
 
 

@@ -223,8 +223,14 @@ class Saves:
         return self.folder / "progress.json"
 
     @property
-    def _partial(self) -> Path:
+    def room(self) -> Path:
+        """A folder of this rank's own, which goes when the run is complete."""
         return self.folder / "partial" / str(self.rank)
+
+    @property
+    def due(self) -> bool:
+        """Is the last save long ago?"""
+        return time.monotonic() - self._last >= self.every
 
     def _write(self) -> None:
         about = {"kind": "progress", "schema": SCHEMA, "asked": self.asked}
@@ -247,13 +253,13 @@ class Saves:
 
     def tick(self, stores: Sequence[BlockStore], batches: int) -> bool:
         """Write the stores if the last save is long ago; `batches` are in them."""
-        if time.monotonic() - self._last < self.every:
+        if not self.due:
             return False
         if not self.begun and self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write()
         older = [at for at, _ in self._complete()]
-        at = self._partial / str(batches)
+        at = self.room / str(batches)
         if at in older:
             return False
         shutil.rmtree(at, ignore_errors=True)  # half of a save that was killed
@@ -284,7 +290,7 @@ class Saves:
 
     def _complete(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Complete saves of this rank, the latest first."""
-        folders = self._partial.iterdir() if self._partial.is_dir() else ()
+        folders = self.room.iterdir() if self.room.is_dir() else ()
         numbered = [at for at in folders if at.name.isdecimal()]
         for at in sorted(numbered, key=lambda at: -int(at.name)):
             with suppress(ValueError):

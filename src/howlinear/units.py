@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.families import Block, Chain, Rows, projection_shape, tap
+from howlinear.offload import resident
 
 MOST = 4  # units offered to a map
 
@@ -61,12 +62,21 @@ def hidden_count(model: nn.Module, block: Block) -> int:
 
 def writes(model: nn.Module, block: Block) -> Tensor | None:
     """(m,) squared norms of what each hidden unit writes; None where units do not come out alone."""
+    with resident([attrgetter(path)(model) for path in block.steps if _there(model, path)]):
+        try:
+            taken(model, block, [0])
+        except ValueError:
+            return None
+        down = attrgetter(str(block.down))(model)
+        return weight_of(down).detach().cpu().double().square().sum(0)
+
+
+def _there(model: nn.Module, path: str) -> bool:
     try:
-        taken(model, block, [0])
-    except ValueError:
-        return None
-    down = attrgetter(str(block.down))(model)
-    return weight_of(down).detach().cpu().double().square().sum(0)
+        attrgetter(path)(model)
+    except AttributeError:  # swapped out at the moment
+        return False
+    return True
 
 
 def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,139 @@
+"""Layer by layer gives what the whole model gives, family by family, and in bounded memory."""
+
+import pytest
+import torch
+
+import tiny
+from howlinear import blocks, models, profile
+from howlinear.layerwise import stack_of
+from howlinear.offload import device_of, is_offloaded, resident
+from howlinear.passes import Course
+from howlinear.saving import Saves
+from howlinear.stores import CELL
+from test_merging import close
+from test_saving import Killed, files, killed_after
+
+LENGTH = 64
+
+
+def ids(windows, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, tiny.VOCABULARY, (windows, LENGTH), generator=g)
+
+
+WINDOWS = ids(2 * CELL // LENGTH + 3)
+SHORT = ids(2 * CELL // 16)[:, :16]  # for models with few positions
+TEXT = [name for name, t in tiny.TINY.items() if t.kind == "text"]
+
+
+def without_signals(result):
+    """What a backward pass says is not known layer by layer."""
+    gone = ("swap_signal", "safety")
+    return [{k: v for k, v in b.to_dict().items() if k not in gone} for b in result.blocks]
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_every_family_gives_the_same(name):
+    """The same matrices multiply the same rows: equal to the bit, but for `inputs_embeds`' masks."""
+    model = tiny.model(name)
+    if "vision_config" in tiny.TINY[name].settings:
+        pytest.skip("pictures and text: the command reads text alone")
+    whole = profile(model, SHORT)
+    result = profile(model, SHORT, course=Course(layerwise=True))
+    close(without_signals(whole), without_signals(result))
+    assert [b.swap_signal for b in result.blocks] == [None] * len(whole.blocks)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_two_stacks_are_refused(name):
+    model = tiny.model(name)
+    with pytest.raises(ValueError, match="two stacks of layers: run it without --layerwise"):
+        stack_of(model, blocks(model))
+
+
+class Sneaky(torch.nn.Module):
+    """A layer that also reads what the first one left behind."""
+
+    left = None
+
+    def __init__(self, layer, first):
+        super().__init__()
+        self.layer, self.first = layer, first
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if self.first:
+            Sneaky.left = hidden_states.mean(1, keepdim=True)
+        return self.layer(hidden_states + 3 * Sneaky.left, *args, **kwargs)
+
+
+def test_a_family_that_nobody_has_tried_is_tried(monkeypatch):
+    """Layers with a side door are found out; without one, an unknown family is fine."""
+    model = tiny.model("llama")
+    model.config.model_type = "unheard_of"
+    honest = profile(model, SHORT, course=Course(layerwise=True))
+    close(without_signals(profile(model, SHORT)), without_signals(honest))
+    inner = [Sneaky(layer, i == 0) for i, layer in enumerate(model.model.layers)]
+    model.model.layers = torch.nn.ModuleList(inner)
+    at = blocks(model, r"model\.layers\.\d\.layer\.mlp")
+    with pytest.raises(ValueError, match="pass more than hidden states"):
+        profile(model, SHORT, at=at, course=Course(layerwise=True))
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("disk") / "llama"
+    tiny.model("llama").save_pretrained(folder)
+    return folder
+
+
+def test_weights_stay_on_disk_but_for_one_layer(on_disk, monkeypatch):
+    model, _ = models.load(str(on_disk), device_map="disk")
+    assert is_offloaded(model)
+    assert device_of(model) == torch.device("cpu")
+    most = 0
+    before = torch.nn.Linear.forward
+
+    def counting(self, x):
+        nonlocal most
+        most = max(most, sum(p.numel() for p in model.parameters() if p.device.type != "meta"))
+        return before(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", counting)
+    result = profile(model, WINDOWS, course=Course(layerwise=True))
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert layer <= most < 1.6 * layer  # and the embedding while the first one runs
+    plain = profile(models.load(str(on_disk))[0], WINDOWS)
+    close(without_signals(plain), without_signals(result))
+    monkeypatch.undo()
+    # without --layerwise, weights come and go as modules run
+    close(without_signals(plain), without_signals(profile(model, WINDOWS)))
+    with resident([model.model.layers[1]]):
+        held = [p.device.type for p in model.model.layers[1].parameters()]
+    assert set(held) == {"cpu"}
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_walk_that_was_killed_goes_on_to_the_bit(on_disk, tmp_path, dtype):
+    model, _ = models.load(str(on_disk), device_map="disk", dtype=dtype)
+
+    def course(folder, every):
+        return Course(layerwise=True, saves=Saves(folder, {}, every))
+
+    one = course(tmp_path / "one", 1e9)
+    profile(model, WINDOWS, course=one, batch_size=7).save(tmp_path / "one")
+    one.saves.close()
+    total, stops = 3 * WINDOWS.numel(), 0
+    while True:
+        two = course(tmp_path / "two", 0.0)
+        stop = killed_after(int((stops + 0.5) / 7 * total)) if stops < 7 else None
+        try:
+            result = profile(model, WINDOWS, course=two, batch_size=7, progress=stop)
+            break
+        except Killed:
+            stops += 1
+    assert stops == 7
+    result.save(tmp_path / "two")
+    two.saves.close()
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert {p.name for p in (tmp_path / "two").iterdir()} == {"profile.json", "moments", "maps"}
