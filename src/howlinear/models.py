@@ -26,7 +26,6 @@ from typing import Any
 
 from howlinear import ggufs
 from howlinear.ggufs import one_line
-from howlinear.offload import is_offloaded, run_on
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +62,8 @@ def load(
     disk), or "disk", which leaves every weight there until its module runs; with it `device` says
     where modules run. Weights that must be written anew to be left on disk go to `offload_folder`.
     """
+    from howlinear.offload import run_on
+
     dtype, target = _dtype(dtype), _device(device)
     if target.type == "mps" and str(dtype) == "torch.float64":
         raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
@@ -96,6 +97,8 @@ def load(
 
 def describe(model: Any, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
     """What to print beside every number: id, revision, family, dtype, quantization, parameters."""
+    from howlinear.offload import is_offloaded
+
     config, quantization = model.config, None
     if name is None:
         quantization = ggufs.file_type(builtin_path())
