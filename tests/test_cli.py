@@ -13,7 +13,7 @@ import pytest
 from command import COMMAND, run
 from howlinear import cli_parts
 from howlinear.families import Block
-from howlinear.stores import Needs, needs
+from howlinear.stores import needs
 
 
 def test_a_mistake_in_a_process_of_its_own(tmp_path):
@@ -40,7 +40,8 @@ def test_profile_writes_a_run_and_prints_the_table(small_run):
         assert b["kind"] in done.stdout
     assert "rank correlation of R2 with depth" in done.stdout
     assert f"results in {out}" in done.stdout
-    assert "GB of memory" in done.stderr
+    assert "memory" in done.stderr
+    assert "multiply-adds" in done.stderr
 
 
 def test_the_same_command_again_is_fine_and_gives_the_same(small_run, here):
@@ -133,10 +134,10 @@ def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
     with pytest.raises(
         ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
     ):
-        cli_parts.check_room(Needs(2 * 10**9, 1), Path("x"))
+        cli_parts.check_room(2 * 10**9, 1, Path("x"))
     with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
-        cli_parts.check_room(Needs(1, 10**18), Path("x"))
-    cli_parts.check_room(Needs(1, 1), Path("x"))
+        cli_parts.check_room(1, 10**18, Path("x"))
+    cli_parts.check_room(1, 1, Path("x"))
 
 
 def test_what_is_stated_is_what_it_takes(small_run):
@@ -163,7 +164,7 @@ def test_interrupting_leaves_nothing(minilm, tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
-        if "GB of memory" in line:
+        if "multiply-adds" in line:
             break
     time.sleep(1)
     process.send_signal(signal.SIGINT)
@@ -202,3 +203,109 @@ def test_strange_names_are_shown_as_text(minilm, tmp_path, here):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert "[red]" in done.stdout
+
+
+SMALL = Path(__file__).parent / "models" / "llama"
+
+
+def test_a_dry_run_needs_no_weights_and_writes_nothing(tmp_path, here, complaint, monkeypatch):
+    """The figures of docs/scale.md, by hand: 7B has 32 x 4 x 4096^2 + 32 x 3 x 4096 x 11008 weights."""
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000}
+    config |= {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False}
+    (tmp_path / "7b").mkdir()
+    (tmp_path / "7b" / "config.json").write_text(json.dumps(config))
+    done = here("profile", "7b", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    cost = json.loads(done.stdout)
+    assert cost["tokens"] == 40 * 4096
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert cost["parameters"] == matrices + 2 * 32000 * 4096 + 65 * 4096
+    assert cost["weights"] == 4 * cost["parameters"]
+    attention = 32 * 2 * 512 * 4096
+    assert cost["forward"] == 40 * 4096 * (matrices + attention)
+    one = 4100 * (4100 / 2 + 4096)  # sums of one fold, in numbers
+    assert cost["kept"] == pytest.approx(8 * 32 * (5 * one + 4100 * 4096), rel=0.04)
+    half = json.loads(here("profile", "7b", "--dry-run", "--json", "--dtype", "bfloat16").stdout)
+    assert half["weights"] == cost["weights"] / 2
+    slow = json.loads(here("profile", "7b", "--dry-run", "--json", "--layerwise").stdout)
+    layer = matrices // 32 + 2 * 4096
+    assert slow["weights"] == 4 * (layer + 32000 * 4096)
+    assert slow["moments"] < cost["moments"] / 5
+    assert slow["states"] == 2 * 4 * 40 * 4096 * 4096
+    assert "hidden states" in here("profile", "7b", "--dry-run", "--layerwise").stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["7b"]
+    assert "no weights beside" in complaint("profile", "7b", "-o", "out")
+
+
+def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypatch):
+    def blocks(name, *flags):
+        args = ("--tokens", "8192", "--max-length", "128", "--blocks", "0-3", "--json")
+        done = here("profile", SMALL, *args, "-o", tmp_path / name, *flags)
+        assert done.returncode == 0, done.stderr
+        assert {p.name for p in (tmp_path / name).iterdir()} == {"profile.json", "maps", "moments"}
+        return json.loads(done.stdout), done.stderr
+
+    def near(one, two, off):
+        for a, b in zip(one["blocks"], two["blocks"], strict=True):
+            for name in ("r2", "r2_se", "r2_body", "r2_scalar", "stream_error", "effective_rank"):
+                assert a[name] == pytest.approx(b[name], rel=off), name
+
+    plain, said = blocks("plain")
+    layered, _ = blocks("layered", "--layerwise")
+    near(plain, layered, 1e-6)
+    assert layered["model"]["weights"] is None
+    placed, _ = blocks("placed", "--device-map", "auto")
+    near(plain, placed, 1e-12)
+    mixed, _ = blocks("mixed", "--precision", "mixed")
+    near(plain, mixed, 1e-4)
+    assert mixed["blocks"][1]["r2"] != plain["blocks"][1]["r2"]
+    off = mixed["settings"]["precision_difference"]
+    assert off.keys() == {"0", "2", "3"}
+    assert off["2"] == abs(mixed["blocks"][2]["r2"] - plain["blocks"][2]["r2"])
+    assert any("sums in mixed precision: R2 of blocks 0, 2, 3" in note for note in mixed["notes"])
+    from howlinear import blocks as found
+    from howlinear import cli_profile, models
+
+    own = found(models.load(str(SMALL))[0], "0-1")
+    room = needs(own, 64, 5).memory + 1000
+    monkeypatch.setattr(cli_profile, "available_memory", lambda: room)
+    monkeypatch.setattr(cli_parts, "available_memory", lambda: room)
+    grouped, told = blocks("grouped")
+    near(plain, grouped, 1e-12)
+    assert "do not fit into memory: 2 at a time" in told
+    assert "2 passes over the text" in told
+    assert "do not fit" not in said
+
+
+def test_a_killed_run_is_taken_up_or_refused_by_name(tmp_path, here, complaint):
+    args = ("profile", SMALL, "--max-length", "128", "--blocks", "0", "-o", tmp_path / "run")
+    assert here(*args, "--tokens", "8192", "--shard", "0/2").returncode == 0
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"shard.json", "moments"}
+    line = complaint(*args, "--tokens", "8192")
+    assert "is not empty" in line
+    assert "write I/N" in complaint(*args, "--shard", "2/2")
+    assert "drop --device-map" in complaint(*args, "--layerwise", "--device-map", "auto")
+    asked = json.loads((tmp_path / "run" / "shard.json").read_text())["asked"]
+    left = {"kind": "progress", "schema": 1, "asked": asked | {"folds": 4}, "done": []}
+    left["schema"] = json.loads((tmp_path / "run" / "shard.json").read_text())["schema"]
+    (tmp_path / "run" / "progress.json").write_text(json.dumps(left))
+    line = complaint(*args, "--tokens", "8192", "--shard", "0/2")
+    assert "another folds (4, now 5)" in line
+    assert here(*args, "--tokens", "8192", "--overwrite").returncode == 0
+    other = ("profile", SMALL, "--max-length", "128", "--blocks", "0", "--tokens", "8192")
+    assert here(*other, "--shard", "0/2", "-o", tmp_path / "a").returncode == 0
+    done = here(*other, "--shard", "1/2", "-o", tmp_path / "b")
+    assert "shard 1 of 2: 4096 of 8192 tokens" in done.stdout
+    done = here("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "sum", "--json")
+    one, two = (
+        json.loads((tmp_path / name / "profile.json").read_text()) for name in ("run", "sum")
+    )
+    assert json.loads(done.stdout) == two
+    assert one["blocks"][0]["r2"] == pytest.approx(two["blocks"][0]["r2"], rel=1e-12)
+    assert two["asked"] == one["asked"] | {"shard": two["asked"]["shard"]}
+    assert here("swap", tmp_path / "sum", "--tokens", "500").returncode == 0
+    assert "is not empty" in complaint(
+        "merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "sum"
+    )

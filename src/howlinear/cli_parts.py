@@ -155,7 +155,8 @@ def run_model(
 
 def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name in ("family", "revision", "parameters", "weights"):
-        if before.get(name) != now[name]:
+        known = before.get(name) is not None and now[name] is not None
+        if before.get(name) != now[name] and (known or name != "weights"):  # not where offloaded
             raise ValueError(
                 f"{run} was made with another model: {name} was {before.get(name)}, "
                 f"{now['id']} has {now[name]}: profile again"
@@ -276,7 +277,7 @@ def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
     if overwrite:
         (out / "progress.json").unlink(missing_ok=True)
         shutil.rmtree(out / "partial", ignore_errors=True)
-    if overwrite or not out.exists() or not any(out.iterdir()):
+    if overwrite or not out.exists() or not any(p.name != "partial" for p in out.iterdir()):
         return
     if (out / "progress.json").is_file():
         before = records.read_json(out / "progress.json", "progress").get("asked")
@@ -289,20 +290,19 @@ def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
     raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
 
 
-def check_room(needs: Any, out: Path) -> None:
+def check_room(memory: int, needed: int, out: Path) -> None:
     """Refuse before hours of work what memory or disk cannot hold."""
     way_out = "lower --folds (2 at least) or measure fewer --blocks at a time"
     free = available_memory()
-    if free is not None and needs.memory > free:
+    if free is not None and memory > free:
         raise ValueError(
-            f"moments need {needs.memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: "
-            f"{way_out}"
+            f"moments need {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: {way_out}"
         )
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     disk = shutil.disk_usage(folder).free
-    if needs.disk > disk:
+    if needed > disk:
         raise ValueError(
-            f"the run needs {needs.disk / 1e9:.1f} GB of disk and {disk / 1e9:.1f} GB are free "
+            f"the run needs {needed / 1e9:.1f} GB of disk and {disk / 1e9:.1f} GB are free "
             f"in {folder}: {way_out}, or name another place with -o"
         )
 

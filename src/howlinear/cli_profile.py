@@ -19,6 +19,7 @@ from howlinear.cli_parts import (
     Device,
     ModelName,
     TrustRemoteCode,
+    available_memory,
     check_folder,
     check_room,
     fitting,
@@ -43,6 +44,15 @@ class Protocol(StrEnum):
 class Solver(StrEnum):
     moments = "moments"
     tsqr = "tsqr"
+
+
+class Precision(StrEnum):
+    float64 = "float64"
+    mixed = "mixed"
+
+
+class DeviceMap(StrEnum):
+    auto = "auto"
 
 
 class Bos(StrEnum):
@@ -89,6 +99,13 @@ def profile(
     solver: Annotated[
         Solver, typer.Option(help="tsqr is slower and has more digits.")
     ] = Solver.moments,
+    precision: Annotated[
+        Precision,
+        typer.Option(
+            help="mixed: float32 products, float64 sums, for devices without fast float64; the "
+            "difference is measured and told."
+        ),
+    ] = Precision.float64,
     bos: Annotated[
         Bos, typer.Option(help="Start windows with BOS; auto: as the tokenizer does.")
     ] = Bos.auto,
@@ -106,6 +123,20 @@ def profile(
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     device: Device = "cpu",
+    device_map: Annotated[
+        DeviceMap | None,
+        typer.Option(help="auto: divide the model among GPUs, memory and disk (accelerate)."),
+    ] = None,
+    layerwise: Annotated[
+        bool,
+        typer.Option(
+            "--layerwise",
+            help="Layer by layer: one layer's weights and moments in memory at a time.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would take, and stop.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the row sample.")] = 0,
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
@@ -128,11 +159,19 @@ def profile(
         "protocol": protocol.value,
         "blocks": blocks,
         "solver": solver.value,
+        "precision": precision.value,
+        "layerwise": layerwise,
+        "device_map": device_map.value if device_map else None,
         "bos": bos.value,
         "seed": seed,
         "batch_size": batch_size,
         "shard": list(part),
     }
+    if dry_run:
+        _dry(settings, trust_remote_code, as_json)
+        return
+    if layerwise and device_map:
+        raise ValueError("--layerwise places weights itself: drop --device-map")
     sources = texts_of(corpus or [], text_file, dataset, dataset_config, split, text_column)
     runs = {out / name if name else out: source for name, source in sources.items()}
     for folder, source in runs.items():
@@ -150,6 +189,8 @@ def profile(
         revision=revision,
         dtype=dtype,
         device=own_device(device),
+        device_map=_placed(model, layerwise, device_map),
+        offload_folder=out / "partial" / "weights" if layerwise or device_map else None,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
@@ -162,7 +203,8 @@ def profile(
         "command": shlex.join(["howlinear", *sys.argv[1:]]),
         "versions": versions(),
     }
-    work = _Work(net, at, folds, protocol.value, solver.value, batch_size, seed)
+    how = {"solver": solver.value, "precision": precision.value, "seed": seed}
+    work = _Work(net, at, folds, protocol.value, batch_size, layerwise, how)
     result: Any = None
     for folder, text in texts.items():
         say(f"{text.name}: " if len(texts) > 1 else "", end="")
@@ -196,9 +238,9 @@ class _Work:
     at: Any
     folds: int
     protocol: str
-    solver: str
     batch_size: int
-    seed: int
+    layerwise: bool
+    how: dict[str, Any]  # solver, precision, seed
 
     def measured(
         self,
@@ -211,14 +253,11 @@ class _Work:
         every: float,
     ) -> Any:
         """One text read, and a run or a shard written."""
-        from howlinear import profiling, stores
+        from howlinear import profiling
         from howlinear.passes import Course
         from howlinear.saving import Saves
 
-        needs = stores.needs(self.at, len(ids), self.folds, self.solver)
-        check_room(needs, folder)
-        say(f"{ids.numel()} tokens; {needs.memory / 1e9:.1f} GB of memory for moments", end="")
-        say(f", {needs.disk / 1e9:.1f} GB of disk in {folder}")
+        together = self._room(ids, folder, shard[1] * ranks.count)
         same = about["asked"] | {
             "weights": about["model"]["weights"],
             "fingerprint": about["corpus"]["fingerprint"],
@@ -228,17 +267,13 @@ class _Work:
         saves = Saves(folder, same, every, ranks.rank)
         if saves.begun:
             say(f"going on from what {folder} holds")
-        course = Course(shard=shard, ranks=ranks, saves=saves)
-        how: dict[str, Any] = {
-            "at": self.at,
-            "solver": self.solver,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "course": course,
-        }
+        course = Course(shard, ranks, layerwise=self.layerwise, together=together, saves=saves)
+        own = {"at": self.at, "batch_size": self.batch_size, "course": course}
+        how: dict[str, Any] = {**self.how, **own}
         windows = inputs_for(self.net, ids, self.batch_size)
         try:
-            with progress_bar(-(-ids.numel() // (shard[1] * ranks.count))) as advance:
+            passes = self._passes(together)
+            with progress_bar(passes * -(-ids.numel() // (shard[1] * ranks.count))) as advance:
                 if shard[1] > 1:
                     split = profiling.split_of(self.protocol, self.folds, windows)
                     result: Any = profiling.profile_shard(
@@ -264,6 +299,80 @@ class _Work:
             result.save(folder)
         saves.close()
         return result
+
+    def _room(self, ids: Any, folder: Path, parts: int) -> int | None:
+        """Say what it takes; how many blocks fit into memory at once, None for all."""
+        from howlinear.costs import most_together, profile_cost
+
+        solver, free = self.how["solver"], available_memory()
+        count = -(-len(ids) // parts)
+        most: int | None = len(self.at)
+        if free is not None and not self.layerwise:
+            most = most_together(self.at, count, self.folds, solver, free)
+        cost = profile_cost(
+            self.net,
+            self.at,
+            windows=count,
+            length=ids.shape[1],
+            batch_size=self.batch_size,
+            folds=self.folds,
+            solver=solver,
+            together=most or 1,
+            layerwise=self.layerwise,
+        )
+        for line in cost.lines():
+            say(line)
+        check_room(cost.moments, cost.disk, folder)
+        if most is not None and most < len(self.at):
+            say(f"moments of all {len(self.at)} blocks do not fit into memory: {most} at a time")
+        return most if most is not None and most < len(self.at) else None
+
+    def _passes(self, together: int | None) -> int:
+        if self.layerwise:
+            from howlinear.layerwise import stack_of
+
+            return 1 + max(stack_of(self.net, self.at)[1].values())
+        return 1 if together is None else -(-len(self.at) // together)
+
+
+def _placed(model: str | None, layerwise: bool, device_map: DeviceMap | None) -> str | None:
+    """Where weights are kept: on disk layer by layer, but for packed files, which are read whole."""
+    packed = model is None or str(model).endswith(".gguf")
+    if layerwise and packed:
+        say("packed weights are read whole: --layerwise bounds the memory of moments alone")
+    if layerwise:
+        return None if packed else "disk"
+    return device_map.value if device_map else None
+
+
+def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> None:
+    """What a profile would take, by the model's configuration alone."""
+    from howlinear import corpus, models, records
+    from howlinear.costs import profile_cost
+
+    net = models.skeleton(
+        settings["model"],
+        revision=settings["revision"],
+        dtype=settings["dtype"],
+        trust_remote_code=trust_remote_code,
+    )
+    at = howlinear.blocks(net, settings["blocks"])
+    paper = settings["protocol"] == "paper"
+    length = fitting(net, None, settings["max_length"] or (128 if paper else 512))
+    budget = settings["tokens"] or (
+        15_000 if paper else corpus.default_tokens(max(b.d_in for b in at))
+    )
+    cost = profile_cost(
+        net,
+        at,
+        windows=max(1, -(-budget // length // settings["shard"][1])),
+        length=length,
+        batch_size=settings["batch_size"],
+        folds=settings["folds"],
+        solver=settings["solver"],
+        layerwise=settings["layerwise"],
+    )
+    print(records.dumps(cost.to_dict()) if as_json else "\n".join(cost.lines()))
 
 
 def shard_of(text: str | None) -> tuple[int, int]:

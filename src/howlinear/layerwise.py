@@ -131,10 +131,12 @@ class _Walk:
     """One layer after another, each over all windows."""
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], states: States) -> None:
-        self.model, self.net, self.layers, self.states = model, backbone(model), layers, states
-        self.device, self.extra = device_of(model), call_options(self.net)
+        self.model, self.layers, self.states = model, layers, states
+        net: Any = backbone(model)
+        self.net = net
+        self.device, self.extra = device_of(model), call_options(net)
         takes = "inputs_embeds" in inspect.signature(self.net.forward).parameters
-        table: Any = self.net.get_input_embeddings() if takes else None
+        table: Any = net.get_input_embeddings() if takes else None
         self.embedded = getattr(table, "embedding_dim", None)  # width of what may stand for tokens
 
     def layer(
@@ -191,9 +193,8 @@ class _Walk:
         if i:
             state = self.states.read(number).to(self.device)
             answers = dict.fromkeys(self.layers[:i], self.states.shaped(state))
-            if (
-                state.shape[-1] == self.embedded and "input_ids" in inputs
-            ):  # what comes before the layers is thrown away: spare its weights
+            # what comes before the layers is thrown away: spare its weights
+            if state.shape[-1] == self.embedded and "input_ids" in inputs:
                 inputs = {"inputs_embeds": state, **inputs}
                 del inputs["input_ids"]
         handle = self.layers[i].register_forward_hook(stop)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from howlinear.measuring import measure
-from howlinear.profiling import Profile, check_store
+from howlinear.profiling import Profile, check_store, twin_differences
 from howlinear.records import BlockProfile, read_json
 from howlinear.saving import forget, read_store, saved_maps, write_map, write_store
 from howlinear.stores import BlockStore, Folds, RowSplit, Split
@@ -101,6 +101,7 @@ def merge_runs(
     split: Split = Folds(folds) if type(folds) is int else RowSplit(settings["tokens"])
     forget(out)
     records: list[BlockProfile] = []
+    differences: dict[int, float] = {}
     for b in heads[0].blocks:
         store = _added(heads, b, notes)
         check_store(store, split)
@@ -108,9 +109,11 @@ def merge_runs(
         write_store(out, store)
         write_map(out, measured.record, measured.affine, measured.r2_by_feature)
         records.append(measured.record)
+        differences |= twin_differences([store], [measured], split)
         if progress is not None:
             progress(1)
     maps, features = saved_maps(out, records)
+    settings["precision_difference"] = differences or None
     return Profile(records, maps, features, [], settings, _about(heads, notes))
 
 

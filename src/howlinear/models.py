@@ -95,6 +95,27 @@ def load(
         raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
 
 
+def skeleton(
+    name: str | None = None,
+    *,
+    revision: str | None = None,
+    dtype: Any = "float32",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The model without its weights, from its configuration alone: shapes to count with."""
+    import torch
+
+    dtype, source = _dtype(dtype), _locate(name, revision)
+    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
+        config = _config(source, trust_remote_code)
+        cls = _model_class(source, config, trust_remote_code)
+    kind = torch.float32 if dtype == "auto" else dtype
+    make = getattr(cls, "from_config", None) if cls.__name__.startswith("AutoModel") else cls
+    with torch.device("meta"), quiet():
+        assert make is not None
+        return make(config).to(kind).requires_grad_(False).eval()
+
+
 def describe(model: Any, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
     """What to print beside every number: id, revision, family, dtype, quantization, parameters."""
     from howlinear.offload import is_offloaded

@@ -66,6 +66,12 @@ class Profile:
     def notes(self) -> list[str]:
         """What a reader of the numbers must know."""
         notes = list(self.about.get("merge_notes", []))
+        if found := self.settings.get("precision_difference"):
+            which = ", ".join(map(str, found))
+            notes.append(
+                f"sums in mixed precision: R2 of blocks {which} is off by at most "
+                f"{max(found.values()):.1e} from float64"
+            )
         lacking = [b.index for b in self.blocks if b.input_rank < b.d_in]
         if lacking:
             which = "all blocks" if len(lacking) == len(self.blocks) else f"blocks {lacking}"
@@ -134,6 +140,7 @@ def profile(
     folds: int = 5,
     protocol: str = "default",
     solver: str = "moments",
+    precision: str = "float64",
     batch_size: int = 8,
     seed: int = 0,
     course: Course | None = None,
@@ -142,7 +149,8 @@ def profile(
     """Measure every block (or those `at`) on windows: a LongTensor (n, length), or batches of them.
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
-    out. `course` divides the work. `progress` is called with the number of tokens of each batch done.
+    out. `precision` "mixed" makes products in float32, and keeps float64 beside it for three blocks to
+    tell the difference. `course` divides the work. `progress` is called with the number of tokens of each batch done.
     """
     course = course or Course()
     at = blocks(model, at) if at is None or isinstance(at, str) else list(at)
@@ -157,17 +165,19 @@ def profile(
         at=at,
         split=split,
         solver=solver,
+        precision=precision,
         batch_size=batch_size,
         seed=seed,
         course=course,
         progress=progress,
     )
-    rows = 0
+    rows, differences = 0, dict[int, float]()
     for stores in groups:
         for store in stores:
             check_store(store, split)
         measured = _spread(lambda store: measure(store, split), stores)
         rows = max([rows, *(store.n for store in stores)])
+        differences |= course.ranks.joined(twin_differences(stores, measured, split))
         found += _handed_over(course, stores, measured)
         kept += stores if course.saves is None else []
     found.sort(key=lambda m: m.record.index)
@@ -176,6 +186,8 @@ def profile(
         "protocol": protocol,
         "folds": folds if isinstance(split, Folds) else None,
         "solver": solver,
+        "precision": precision,
+        "precision_difference": differences or None,
         "seed": seed,
         "tokens": windows.numel() if isinstance(windows, Tensor) else rows,
         "window": windows.shape[1] if isinstance(windows, Tensor) else None,
@@ -217,6 +229,7 @@ def profile_shard(
     at: Sequence[Block],
     split: Split,
     solver: str,
+    precision: str = "float64",
     batch_size: int,
     seed: int,
     course: Course,
@@ -231,6 +244,7 @@ def profile_shard(
         at=at,
         split=split,
         solver=solver,
+        precision=precision,
         batch_size=batch_size,
         seed=seed,
         course=course,
@@ -254,6 +268,7 @@ def profile_shard(
     read = [p.tokens for p in pieces(windows, batch_size) if course.here(p.number)]
     settings = {
         "solver": solver,
+        "precision": precision,
         "seed": seed,
         "tokens": windows.numel() if isinstance(windows, Tensor) else 0,
         "read": sum(read),
@@ -269,6 +284,7 @@ def gathered(
     at: Sequence[Block],
     split: Split,
     solver: str,
+    precision: str = "float64",
     batch_size: int,
     seed: int,
     course: Course,
@@ -290,10 +306,13 @@ def gathered(
     def make(group: Sequence[Block], run: Callable[[], Any]) -> list[BlockStore]:
         sinks = sink_units(model, group, run)
         known = [_known(model, b, sinks.get(b.index), care.get(b.index)) for b in group]
-        return [
-            BlockStore(b, split.groups, solver, seed, where(b), k)
-            for b, k in zip(group, known, strict=True)
-        ]
+        stores = []
+        for b, k in zip(group, known, strict=True):
+            like = (b, split.groups, solver, seed, where(b), k)
+            stores.append(BlockStore(*like, precision))
+            if precision != "float64" and b in (at[0], at[len(at) // 2], at[-1]):
+                stores[-1].twin = BlockStore(*like)
+        return stores
 
     way = layer_by_layer if course.layerwise else collected
     yield from way(
@@ -306,6 +325,17 @@ def gathered(
         course=course,
         progress=progress,
     )
+
+
+def twin_differences(
+    stores: Sequence[BlockStore], measured: Sequence[Measured], split: Split
+) -> dict[int, float]:
+    """How far R2 is from that of float64 sums, where a block has both."""
+    return {
+        store.block.index: abs(m.record.r2 - measure(store.twin, split).record.r2)
+        for store, m in zip(stores, measured, strict=True)
+        if store.twin is not None
+    }
 
 
 def _known(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -250,17 +250,21 @@ class BlockStore:
         seed: int,
         device: torch.device,
         known: Known | None = None,
+        precision: str = "float64",
     ) -> None:
         self.block, self.known = block, known or Known()
         width = block.d_in + len(self.known.units or ())
+        how: dict[str, Any] = {"device": device, "precision": precision}
         self.body, self.first = (
-            [SOLVERS[solver](width, block.d_out, device=device) for _ in range(groups)]
-            for _ in PARTS
+            [SOLVERS[solver](width, block.d_out, **how) for _ in range(groups)] for _ in PARTS
         )
+        self.twin: BlockStore | None = None  # in float64, to tell what mixed precision does
         self.sample = RowSample(width, block.d_out, seed)
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
         """Add rows of windows that begin at these token offsets of the text."""
+        if self.twin is not None:
+            self.twin.update(rows, offsets, split)
         x, y = rows.x, rows.y
         if self.known.units and rows.hidden is not None:
             x = torch.cat([x, rows.hidden.to(x)], 1)
@@ -289,8 +293,9 @@ class BlockStore:
     def _share_shift(self, x: Tensor, y: Tensor) -> None:
         """All accumulators of a block shift by the same mean, so that they add up fast."""
         if self.body[0].shift is None:
-            means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=torch.float64) for t in (x, y)]
-            shift = torch.cat(means).to(self.body[0].device)
+            widest = torch.float32 if x.device.type == "mps" else torch.float64
+            means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=widest) for t in (x, y)]
+            shift = torch.cat(means).to(self.body[0].device).double()
             if bool(shift.isfinite().all()):  # else update says which feature is not
                 for accumulator in (*self.body, *self.first):
                     accumulator.shift = shift
@@ -314,6 +319,10 @@ class BlockStore:
         for mine, theirs in zip(self._accumulators(), other._accumulators(), strict=True):
             mine.merge(theirs)
         self.sample.merge(other.sample)
+        if self.twin is not None and other.twin is not None:
+            self.twin.merge(other.twin)
+        else:
+            self.twin = None
         return self
 
     def narrow(self, units: int) -> BlockStore:
@@ -326,6 +335,7 @@ class BlockStore:
         )
         twin.sample = copy.copy(self.sample)
         twin.sample.x = self.sample.x[:, : self.block.d_in + units].clone()
+        twin.twin = None if self.twin is None else self.twin.narrow(units)
         return twin
 
     def _accumulators(self) -> list[Accumulator]:
@@ -350,6 +360,8 @@ class BlockStore:
             state["norm.eps"] = torch.tensor(self.known.norm.eps, dtype=torch.float64)
         if self.known.care is not None:
             state["care"] = self.known.care
+        if self.twin is not None:
+            state |= {f"twin.{name}": value for name, value in self.twin.state_dict().items()}
         return state
 
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -370,6 +382,10 @@ class BlockStore:
                 a.shift = shared
         own = {k.removeprefix("sample."): v for k, v in state.items() if k.startswith("sample.")}
         self.sample.load_state_dict(own)
+        twin = {k.removeprefix("twin."): v for k, v in state.items() if k.startswith("twin.")}
+        if twin and not any(k.startswith("twin.") for k in twin):
+            self.twin = BlockStore.from_state(self.block, twin, self.body[0].device)
+            self.twin.sample.seed = self.sample.seed
 
     @classmethod
     def from_state(
