@@ -135,6 +135,12 @@ def swap(
     blocks: Annotated[
         str | None, typer.Option(help="Blocks to swap: 3,5,9-12 or a regular expression.")
     ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            help="Replace single experts instead: all, or blocks and experts such as 3,5.17,7.shared."
+        ),
+    ] = None,
     weighting: Annotated[
         Weighting,
         typer.Option(
@@ -167,6 +173,22 @@ def swap(
     if cut.name.startswith("windows"):
         cut = Cut.parse(f"windows-{fitting(net, tokenizer, cut.length)}")
     report, n_bytes = held_out(text.report(), tokenizer, cut, tokens, bos)
+    told = {
+        "model": about["model"],
+        "corpus": {"name": text.name, "choose": text.parts[1], "report": text.parts[2]},
+        "command": shlex.join(["howlinear", *sys.argv[1:]]),
+        "versions": versions(),
+    }
+    if experts is not None:
+        from howlinear.swap_experts import measure_expert_swaps
+
+        how: dict[str, Any] = {"protocol": cut, "n_bytes": n_bytes, "batch_size": batch_size}
+        with progress_bars() as begin:
+            result: Any = measure_expert_swaps(
+                net, run, experts, report=report, ranks=ranks, progress=begin, **how
+            )
+        _finish_swap(result, told, run, ranks, "show_expert_swaps", "swap-experts.json", as_json)
+        return
     choose, _ = held_out(text.choose(), tokenizer, cut, max(tokens // 2, 1), bos)
     fit = None
     if weighting in (Weighting.stream, Weighting.output):
@@ -190,15 +212,16 @@ def swap(
             ranks=ranks,
             progress=begin,
         )
-    result.about.update(
-        model=about["model"],
-        corpus={"name": text.name, "choose": text.parts[1], "report": text.parts[2]},
-        command=shlex.join(["howlinear", *sys.argv[1:]]),
-        versions=versions(),
-    )
+    _finish_swap(result, told, run, ranks, "show_swaps", "swap.json", as_json)
+
+
+def _finish_swap(
+    result: Any, about: dict[str, Any], run: Path, ranks: Any, table: str, name: str, as_json: bool
+) -> None:
+    result.about.update(about)
     if ranks.rank == 0:
         result.save(run)
-    show(result, "show_swaps", run / "swap.json", as_json)
+    show(result, table, run / name, as_json)
     ranks.stop()
 
 

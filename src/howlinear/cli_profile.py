@@ -127,6 +127,13 @@ def profile(
         DeviceMap | None,
         typer.Option(help="auto: divide the model among GPUs, memory and disk (accelerate)."),
     ] = None,
+    experts: Annotated[
+        bool,
+        typer.Option("--experts", help="Measure every expert of a mixture too, on its own tokens."),
+    ] = False,
+    all_tokens: Annotated[
+        bool, typer.Option("--all-tokens", help="With --experts: each on every token instead.")
+    ] = False,
     layerwise: Annotated[
         bool,
         typer.Option(
@@ -160,6 +167,7 @@ def profile(
         "blocks": blocks,
         "solver": solver.value,
         "precision": precision.value,
+        "experts": ("all" if all_tokens else "routed") if experts else None,
         "layerwise": layerwise,
         "device_map": device_map.value if device_map else None,
         "bos": bos.value,
@@ -170,6 +178,8 @@ def profile(
     if dry_run:
         _dry(settings, trust_remote_code, as_json)
         return
+    if all_tokens and not experts:
+        raise ValueError("--all-tokens is about experts: add --experts")
     if layerwise and device_map:
         raise ValueError("--layerwise places weights itself: drop --device-map")
     sources = texts_of(corpus or [], text_file, dataset, dataset_config, split, text_column)
@@ -203,7 +213,8 @@ def profile(
         "command": shlex.join(["howlinear", *sys.argv[1:]]),
         "versions": versions(),
     }
-    how = {"solver": solver.value, "precision": precision.value, "seed": seed}
+    how: dict[str, Any] = {"solver": solver.value, "precision": precision.value, "seed": seed}
+    how["experts"] = settings["experts"]
     work = _Work(net, at, folds, protocol.value, batch_size, layerwise, how)
     result: Any = None
     for folder, text in texts.items():
@@ -257,7 +268,7 @@ class _Work:
         from howlinear.passes import Course
         from howlinear.saving import Saves
 
-        together = self._room(ids, folder, shard[1] * ranks.count)
+        together, walks = self._room(ids, folder, shard[1] * ranks.count)
         same = about["asked"] | {
             "weights": about["model"]["weights"],
             "fingerprint": about["corpus"]["fingerprint"],
@@ -272,8 +283,7 @@ class _Work:
         how: dict[str, Any] = {**self.how, **own}
         windows = inputs_for(self.net, ids, self.batch_size)
         try:
-            passes = self._passes(together)
-            with progress_bar(passes * -(-ids.numel() // (shard[1] * ranks.count))) as advance:
+            with progress_bar(walks * -(-ids.numel() // (shard[1] * ranks.count))) as advance:
                 if shard[1] > 1:
                     split = profiling.split_of(self.protocol, self.folds, windows)
                     result: Any = profiling.profile_shard(
@@ -300,18 +310,21 @@ class _Work:
         saves.close()
         return result
 
-    def _room(self, ids: Any, folder: Path, parts: int) -> int | None:
-        """Say what it takes; how many blocks fit into memory at once, None for all."""
+    def _room(self, ids: Any, folder: Path, parts: int) -> tuple[int | None, int]:
+        """Say what it takes; how many blocks fit into memory at once, None for all, and how often
+        each window is run."""
         from howlinear.costs import most_together, profile_cost
+        from howlinear.profiling import with_experts
 
         solver, free = self.how["solver"], available_memory()
+        every = with_experts(self.net, self.at, self.how["experts"])
         count = -(-len(ids) // parts)
-        most: int | None = len(self.at)
+        most: int | None = len(every)
         if free is not None and not self.layerwise:
-            most = most_together(self.at, count, self.folds, solver, free)
+            most = most_together(every, count, self.folds, solver, free)
         cost = profile_cost(
             self.net,
-            self.at,
+            every,
             windows=count,
             length=ids.shape[1],
             batch_size=self.batch_size,
@@ -323,16 +336,10 @@ class _Work:
         for line in cost.lines():
             say(line)
         check_room(cost.moments, cost.disk, folder)
-        if most is not None and most < len(self.at):
-            say(f"moments of all {len(self.at)} blocks do not fit into memory: {most} at a time")
-        return most if most is not None and most < len(self.at) else None
-
-    def _passes(self, together: int | None) -> int:
-        if self.layerwise:
-            from howlinear.layerwise import stack_of
-
-            return 1 + max(stack_of(self.net, self.at)[1].values())
-        return 1 if together is None else -(-len(self.at) // together)
+        if most is not None and most < len(every):
+            say(f"moments of all {len(every)} blocks do not fit into memory: {most} at a time")
+        together = most if most is not None and most < len(every) else None
+        return together, cost.walks
 
 
 def _placed(model: str | None, layerwise: bool, device_map: DeviceMap | None) -> str | None:
@@ -349,6 +356,7 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
     """What a profile would take, by the model's configuration alone."""
     from howlinear import corpus, models, records
     from howlinear.costs import profile_cost
+    from howlinear.profiling import with_experts
 
     net = models.skeleton(
         settings["model"],
@@ -356,7 +364,7 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
         dtype=settings["dtype"],
         trust_remote_code=trust_remote_code,
     )
-    at = howlinear.blocks(net, settings["blocks"])
+    at = with_experts(net, howlinear.blocks(net, settings["blocks"]), settings["experts"])
     paper = settings["protocol"] == "paper"
     length = fitting(net, None, settings["max_length"] or (128 if paper else 512))
     budget = settings["tokens"] or (

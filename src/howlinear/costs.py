@@ -34,6 +34,7 @@ class Cost:
     kept: int  # disk: the run's moments and maps
     states: int  # disk: hidden states between layers, while it runs
     passes: int  # over the text
+    walks: int  # how often each window is run: passes, or layers one by one
     forward: int  # multiply-adds of the model, without its head
     sums: int
     solving: int  # about
@@ -112,6 +113,7 @@ def profile_cost(
         kept=needs(at, windows, folds, solver).disk,
         states=2 * item * tokens * width if layerwise else 0,
         passes=passes,
+        walks=1 + max(where[b] for b in at) if layerwise else passes,
         forward=passes * _forward(model, tokens, length),
         sums=tokens * sum(_row(b) for b in at),
         solving=sum(_solving(b, folds) for b in at),

@@ -72,7 +72,8 @@ class Mixture:
                 f"block {self.block.index} ({self.block.path}) has no expert {key!r}: it has "
                 f"0-{self.count - 1}{' and shared' if self.shared else ', none shared'}"
             )
-        return self._part(self.shared if key == SHARED and self.shared else f"{self.path}.{key}")
+        path = self.shared if key == SHARED and self.shared else f"{self.path}.{key}"
+        return replace(self._part(path), expert=str(key))
 
     @property
     def fused(self) -> Block:

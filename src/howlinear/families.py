@@ -64,6 +64,7 @@ class Block:
     d_out: int
     family: str  # a key of FAMILIES, "structural" or "pattern"
     copies: bool = False  # the layer changes y in place, or may: keep a copy of it
+    expert: str = ""  # of a mixture's experts, which one: see `experts`
 
     @property
     def entry(self) -> str:

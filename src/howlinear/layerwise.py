@@ -16,7 +16,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from howlinear.families import FAMILIES, Block, Rows, backbone, call_options, tap
+from howlinear.families import FAMILIES, Block, backbone, call_options
 from howlinear.offload import device_of, resident
-from howlinear.passes import Advance, Course, Make, Piece, Windows, pieces, primer
+from howlinear.passes import Advance, Course, Hearing, Make, Piece, Windows, pieces, primer
 from howlinear.records import SCHEMA, read_json, write_json
 from howlinear.resuming import answering
 from howlinear.saving import read_store
@@ -46,6 +46,7 @@ def layer_by_layer(
     *,
     batch_size: int,
     course: Course,
+    all_tokens: bool = False,
     progress: Advance | None = None,
 ) -> Iterator[list[BlockStore]]:
     """As `passes.collected`, a layer at a time."""
@@ -70,7 +71,7 @@ def layer_by_layer(
             with resident([layers[i]]):
                 if own:
                     stores = make(own, lambda i=i: walk.run(i, 0))  # type: ignore[misc]
-                walk.layer(i, stores, split, course, progress)
+                walk.layer(i, stores, split, course, all_tokens, progress)
             owned = [course.ranks.collect(s, k % course.ranks.count) for k, s in enumerate(stores)]
             del stores
             yield [store for store in owned if store is not None]
@@ -145,40 +146,26 @@ class _Walk:
         stores: list[BlockStore],
         split: Split,
         course: Course,
+        all_tokens: bool,
         progress: Advance | None,
     ) -> None:
         """All windows through layer i, their rows into the stores."""
-        by_index = {store.block.index: store for store in stores}
-        units: dict[int, Tensor | None] = {
-            k: torch.tensor(s.known.units) for k, s in by_index.items() if s.known.units
-        }
         saves = course.saves
         begun = saves.resume(stores) if saves and stores else 0
-        number = 0
-
-        def receive(block: Block, rows: Rows) -> None:
-            try:
-                by_index[block.index].update(rows, self.states.pieces[number].offsets, split)
-            except ValueError as err:
-                which = self.states.pieces[number].number
-                raise ValueError(
-                    f"block {block.index} ({block.path}), batch {which}: {err}"
-                ) from None
-
-        at: Any = [store.block for store in stores]
         beginning = self.run(i, 0)
-        hearing = tap(self.model, receive, at=at, units=units) if stores else nullcontext()
+        hearing = Hearing(self.model, stores, split, all_tokens)
         with self.states.writing(begun + 1 if begun else 0) as write, hearing:
             if not begun:
                 write(beginning)
-            for number in range(1, len(self.states.pieces)):
+            for number, piece in enumerate(self.states.pieces[1:], 1):
                 if number > begun:
-                    write(self.run(i, number))
+                    with hearing.of(piece, stop=False):
+                        write(self.run(i, number))
                     if saves and stores and saves.due:
                         self.states.sync()
                         saves.tick(stores, number)
                 if progress is not None:
-                    progress(self.states.pieces[number].tokens)
+                    progress(piece.tokens)
 
     def run(self, i: int, number: int) -> Tensor:
         """What layer i makes of one batch."""

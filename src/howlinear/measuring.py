@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from howlinear.affine import Affine, Score, effective_rank, input_stats, score, solve
 from howlinear.moments import Accumulator
-from howlinear.records import BlockProfile, kind_of, safety_of
+from howlinear.records import BlockExpert, BlockProfile, kind_of, safety_of
 from howlinear.stores import BlockStore, Folds, OutNorm, RowSample, Split
+
+ENOUGH = 4  # rows a column to score an expert by: with fewer, held-out R2 is off by (1 - R2) / 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,15 @@ class Measured:
     record: BlockProfile
     affine: Affine
     r2_by_feature: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredExpert:
+    """One expert's record, and its map where it was given enough tokens to fit one."""
+
+    record: BlockExpert
+    affine: Affine | None = None
+    r2_by_feature: Tensor | None = None
 
 
 def measure(store: BlockStore, split: Split) -> Measured:
@@ -81,6 +93,31 @@ def measure(store: BlockStore, split: Split) -> Measured:
         fold_sums=[s.sums() for s in crossed.scores] if folds else None,
     )
     return Measured(record, affine, total.r2_by_feature)
+
+
+def measure_expert(store: BlockStore, split: Split, tokens: int) -> MeasuredExpert:
+    """Score an expert on the rows that it was given, of a text of so many tokens; or say why not."""
+    block, sizes, d = store.block, store.sizes, store.block.d_in
+    fit = sum(sizes) - max(sizes) if isinstance(split, Folds) else sizes[0]
+    known: dict[str, Any] = {
+        name: getattr(block, name) for name in ("index", "expert", "path", "d_in", "d_out")
+    }
+    known |= {
+        "tokens": store.n,
+        "share": store.n / tokens,
+        "n_fit": fit,
+        "rows_per_column": fit / d,
+    }
+    scores = [f.name for f in fields(BlockExpert) if f.name not in {*known, "problem"}]
+    if sum(size > 0 for size in sizes) < 2 or fit < ENOUGH * d:
+        wanted = math.ceil(tokens * ENOUGH * d / fit) if fit else 0
+        more = f"about {wanted} tokens would do (--tokens)" if wanted else "hardly a token came"
+        problem = f"{fit} rows to fit {d} columns, fewer than {ENOUGH} each: {more}"
+        known |= dict.fromkeys(scores)
+        return MeasuredExpert(BlockExpert(**known, problem=problem))
+    found = measure(store, split)
+    known |= {name: getattr(found.record, name) for name in scores}
+    return MeasuredExpert(BlockExpert(**known, problem=None), found.affine, found.r2_by_feature)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,20 +9,21 @@ refused with what differs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from howlinear.measuring import measure
+from howlinear.measuring import measure, measure_expert
 from howlinear.profiling import Profile, check_store, twin_differences
-from howlinear.records import BlockProfile, read_json
+from howlinear.records import BlockExpert, BlockProfile, read_json
 from howlinear.saving import forget, read_store, saved_maps, write_map, write_store
 from howlinear.stores import BlockStore, Folds, RowSplit, Split
 
 # what must be the same: (part of the head, names in it)
 MODEL = ("family", "revision", "parameters", "dtype", "quantization", "weights")
-SETTINGS = ("protocol", "folds", "solver", "precision", "seed", "window", "bos")
+SETTINGS = ("protocol", "folds", "solver", "precision", "experts", "seed", "window", "bos")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Piece:
     path: str
     d_in: int
     d_out: int
+    expert: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,20 @@ class Head:
             raise ValueError(f"{folder / kind}.json lacks model, corpus, settings or blocks")
         names = ("index", "path", "d_in", "d_out")
         try:
-            blocks = [Piece(*(b[name] for name in names)) for b in listed]
-        except (KeyError, TypeError):
+            listed = [*listed, *data.get("experts", [])]
+            blocks = [
+                Piece(**{name: b[name] for name in names}, expert=b.get("expert", ""))
+                for b in listed
+            ]
+        except (KeyError, TypeError, AttributeError):
             raise ValueError(f"{folder / kind}.json: its blocks are damaged") from None
         for b in blocks:
             numbers = all(type(n) is int and n >= 0 for n in (b.index, b.d_in, b.d_out))
-            if not numbers or not isinstance(b.path, str):
+            if (
+                not numbers
+                or not isinstance(b.path, str)
+                or not re.fullmatch(r"\w*", str(b.expert))
+            ):
                 raise ValueError(f"{folder / kind}.json: its blocks are damaged")
         return cls(folder, data, blocks)
 
@@ -101,12 +111,19 @@ def merge_runs(
     split: Split = Folds(folds) if type(folds) is int else RowSplit(settings["tokens"])
     forget(out)
     records: list[BlockProfile] = []
+    experts: list[BlockExpert] = []
     differences: dict[int, float] = {}
     for b in heads[0].blocks:
         store = _added(heads, b, notes)
+        write_store(out, store)
+        if b.expert:
+            found = measure_expert(store, split, settings["tokens"])
+            experts.append(found.record)
+            if found.affine is not None and found.r2_by_feature is not None:
+                write_map(out, found.record, found.affine, found.r2_by_feature)
+            continue
         check_store(store, split)
         measured = measure(store, split)
-        write_store(out, store)
         write_map(out, measured.record, measured.affine, measured.r2_by_feature)
         records.append(measured.record)
         differences |= twin_differences([store], [measured], split)
@@ -114,7 +131,7 @@ def merge_runs(
             progress(1)
     maps, features = saved_maps(out, records)
     settings["precision_difference"] = differences or None
-    return Profile(records, maps, features, [], settings, _about(heads, notes))
+    return Profile(records, maps, features, [], settings, _about(heads, notes), experts)
 
 
 def check_addable(heads: Sequence[Head]) -> None:

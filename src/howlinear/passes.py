@@ -10,19 +10,20 @@ from. None of it changes what is measured.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from howlinear.experts import Expert, Mixture, mixtures, tap_experts
 from howlinear.families import Block, Rows, backbone, call_options, tap
 from howlinear.offload import device_of
 from howlinear.ranks import ALONE, Ranks
 from howlinear.saving import Saves, read_store
-from howlinear.stores import CELL, BlockStore, Split
+from howlinear.stores import CELL, BlockStore, Split, name_of
 
 Batch = Tensor | dict[str, Tensor]
 Windows = Tensor | Iterable[Batch]
@@ -120,6 +121,7 @@ def collected(
     *,
     batch_size: int,
     course: Course,
+    all_tokens: bool = False,
     progress: Advance | None = None,
 ) -> Iterator[list[BlockStore]]:
     """Stores of some blocks at a time that have seen every row of this shard.
@@ -134,7 +136,7 @@ def collected(
     done = course.ranks.share(course.saves.done if course.saves else set())
     runner = Whole(model)
     for group in groups:
-        if all(b.index in done for b in group):
+        if all(name_of(b) in done for b in group):
             assert course.saves is not None
             first = course.ranks.rank == 0
             if progress is not None:
@@ -149,7 +151,7 @@ def collected(
             raise ValueError("the text is empty: there is no window to read")
         stores = make(group, lambda start=start: runner.run(primer(start)))  # type: ignore[misc]
         mine = (p for p in _chained(start, source) if course.mine(p.number))
-        _read(runner, mine, stores, split, course.saves, progress)
+        _read(runner, mine, stores, split, course.saves, all_tokens, progress)
         owned = [
             course.ranks.collect(store, owner=i % course.ranks.count)
             for i, store in enumerate(stores)
@@ -168,39 +170,79 @@ def _read(
     stores: list[BlockStore],
     split: Split,
     saves: Saves | None,
+    all_tokens: bool,
     progress: Advance | None,
 ) -> None:
     """Run every batch through the model and its rows into the stores."""
-    by_index = {store.block.index: store for store in stores}
-    units: dict[int, Tensor | None] = {
-        i: torch.tensor(s.known.units) for i, s in by_index.items() if s.known.units
-    }
     begun = saves.resume(stores) if saves else 0
-    piece: Piece
-    heard = 0
-
-    def receive(block: Block, rows: Rows) -> None:
-        try:
-            by_index[block.index].update(rows, piece.offsets, split)
-        except ValueError as err:
-            name = f"block {block.index} ({block.path}), batch {piece.number}"
-            raise ValueError(f"{name}: {err}") from None
-        nonlocal heard
-        heard += 1
-        if heard == len(stores):
-            raise _Enough  # what the model would do from here on, nobody needs
-
-    at: Any = [store.block for store in stores]
-    with (
-        torch.no_grad(),  # not inference mode: what a model in training caches, it must train with
-        tap(runner.model, receive, at=at, units=units),
-    ):
+    with torch.no_grad(), Hearing(runner.model, stores, split, all_tokens) as hearing:
+        # not inference mode: what a model in training caches, it must train with
         for done, piece in enumerate(mine, 1):
             if done > begun:
-                heard = 0
-                with contextlib.suppress(_Enough):
+                with hearing.of(piece, stop=True):
                     runner.run(piece.inputs)
                 if saves:
                     saves.tick(stores, done)
             if progress is not None:
                 progress(piece.tokens)
+
+
+class Hearing:
+    """Inside a `with`, rows of the blocks and experts that run go into their stores."""
+
+    def __init__(
+        self, model: nn.Module, stores: Sequence[BlockStore], split: Split, all_tokens: bool
+    ) -> None:
+        self.model, self.split, self.all_tokens = model, split, all_tokens
+        places: list[Any] = [store.block for store in stores]
+        self.whole = [b for b in places if not b.expert]
+        self.stores = dict(zip(map(name_of, places), stores, strict=True))
+        wanted = {b.index for b in places if b.expert}
+        self.mixtures = [m for m in mixtures(model) if m.block.index in wanted] if wanted else []
+        self.stack, self.heard, self.stop = ExitStack(), 0, False
+
+    def __enter__(self) -> Hearing:
+        if self.mixtures:  # first: they are heard before the layer that they are part of ends
+            tapped = tap_experts(
+                self.model, self._expert, at=self.mixtures, all_tokens=self.all_tokens
+            )
+            self.stack.enter_context(tapped)
+        if self.whole:
+            units: dict[int, Tensor | None] = {
+                b.index: torch.tensor(known)
+                for b in self.whole
+                if (known := self.stores[name_of(b)].known.units)
+            }
+            self.stack.enter_context(tap(self.model, self._block, at=self.whole, units=units))
+        return self
+
+    def __exit__(self, *why: Any) -> bool | None:
+        return self.stack.__exit__(*why)
+
+    @contextmanager
+    def of(self, piece: Piece, stop: bool) -> Iterator[None]:
+        """What runs inside runs this batch; it may be stopped when every block is heard."""
+        self.piece, self.heard, self.stop = piece, 0, stop
+        with suppress(_Enough):
+            yield
+
+    def _block(self, block: Block, rows: Rows) -> None:
+        self._update(block, rows)
+        self.heard += 1
+        if self.stop and self.heard == len(self.whole) and self._last(block):
+            raise _Enough  # what the model would do from here on, nobody needs
+
+    def _last(self, block: Block) -> bool:
+        return all(m.block.index <= block.index for m in self.mixtures)
+
+    def _expert(self, mixture: Mixture, key: Expert, rows: Rows, weights: Tensor | None) -> None:
+        expert = mixture.expert(key)
+        if name_of(expert) in self.stores:
+            self._update(expert, rows)
+
+    def _update(self, block: Block, rows: Rows) -> None:
+        try:
+            self.stores[name_of(block)].update(rows, self.piece.offsets, self.split)
+        except ValueError as err:
+            name = f"block {block.index} ({block.path}), batch {self.piece.number}"
+            raise ValueError(f"{name}: {err}") from None

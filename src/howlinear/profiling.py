@@ -23,13 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.affine import Affine
+from howlinear.experts import SHARED, mixtures
 from howlinear.families import Block, blocks
 from howlinear.fisher import fisher
 from howlinear.layerwise import layer_by_layer
-from howlinear.measuring import Measured, measure
+from howlinear.measuring import Measured, MeasuredExpert, measure, measure_expert
 from howlinear.offload import device_of, is_offloaded, resident
 from howlinear.passes import Course, Windows, collected, pieces
-from howlinear.records import SCHEMA, BlockProfile, read_json, summarise, write_json
+from howlinear.records import (
+    SCHEMA,
+    BlockExpert,
+    BlockProfile,
+    read_json,
+    summarise,
+    write_json,
+)
 from howlinear.saving import Saved, forget, saved_maps, write_map, write_store
 from howlinear.stores import (
     SOLVERS,
@@ -41,6 +49,7 @@ from howlinear.stores import (
     Split,
     check_rows,
     is_wide,
+    name_of,
 )
 from howlinear.units import sink_units
 
@@ -57,6 +66,9 @@ class Profile:
     stores: list[BlockStore] = field(repr=False)
     settings: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
+    experts: list[BlockExpert] = field(
+        default_factory=list
+    )  # of mixtures, where they were asked for
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -100,6 +112,7 @@ class Profile:
             "summary": self.summary,
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
+            **({"experts": [e.to_dict() for e in self.experts]} if self.experts else {}),
         }
 
     def save(self, folder: str | Path) -> None:
@@ -122,14 +135,16 @@ class Profile:
         listed = data.pop("blocks", None)
         if not isinstance(listed, list) or not all(isinstance(b, dict) for b in listed):
             raise ValueError(f"{folder / 'profile.json'} lists no blocks")
+        single = data.pop("experts", [])
         try:
             records = [BlockProfile.from_dict(b) for b in listed]
+            experts = [BlockExpert.from_dict(e) for e in single]
         except ValueError as err:
             raise ValueError(f"{folder / 'profile.json'}: {err}") from None
         maps, features = saved_maps(folder, records)
         settings = data.pop("settings", {})
         about = {k: v for k, v in data.items() if k not in ("kind", "schema", "summary", "notes")}
-        return cls(records, maps, features, [], settings, about)
+        return cls(records, maps, features, [], settings, about, experts)
 
 
 def profile(
@@ -141,6 +156,7 @@ def profile(
     protocol: str = "default",
     solver: str = "moments",
     precision: str = "float64",
+    experts: str | None = None,
     batch_size: int = 8,
     seed: int = 0,
     course: Course | None = None,
@@ -150,59 +166,93 @@ def profile(
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
     out. `precision` "mixed" makes products in float32, and keeps float64 beside it for three blocks to
-    tell the difference. `course` divides the work. `progress` is called with the number of tokens of each batch done.
+    tell the difference. `experts` measures each expert of a mixture too: on the tokens "routed" to it,
+    or on "all". `course` divides the work. `progress` is called with the number of tokens of each batch done.
     """
     course = course or Course()
     at = blocks(model, at) if at is None or isinstance(at, str) else list(at)
     split = split_of(protocol, folds, windows)
     if isinstance(windows, Tensor):
         check_rows(len(windows), windows.shape[1], max(b.d_in for b in at), split)
-    found: list[Measured] = []
+    every = with_experts(model, at, experts)
+    found: list[Measured | MeasuredExpert] = []
     kept: list[BlockStore] = []
     groups = gathered(
         model,
         windows,
-        at=at,
+        at=every,
         split=split,
         solver=solver,
         precision=precision,
+        all_tokens=experts == "all",
         batch_size=batch_size,
         seed=seed,
         course=course,
         progress=progress,
     )
-    rows, differences = 0, dict[int, float]()
+    rows = windows.numel() if isinstance(windows, Tensor) else 0
+    differences: dict[int, float] = {}
     for stores in groups:
-        for store in stores:
+        whole = [store for store in stores if not is_expert(store)]
+        for store in whole:
             check_store(store, split)
-        measured = _spread(lambda store: measure(store, split), stores)
-        rows = max([rows, *(store.n for store in stores)])
+        rows = max([rows, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
+
+        def work(store: BlockStore, tokens: int = rows) -> Measured | MeasuredExpert:
+            alone = is_expert(store)
+            return measure_expert(store, split, tokens) if alone else measure(store, split)
+
+        measured = _spread(work, stores)
         differences |= course.ranks.joined(twin_differences(stores, measured, split))
         found += _handed_over(course, stores, measured)
-        kept += stores if course.saves is None else []
-    found.sort(key=lambda m: m.record.index)
-    records = course.ranks.share([m.record for m in found])
+        kept += whole if course.saves is None else []
+    found.sort(key=lambda m: m.record.index)  # stable: experts stay in order after their layer
+    told = [m.record for m in found]
+    records: list[BlockProfile] = course.ranks.share(
+        [r for r in told if isinstance(r, BlockProfile)]
+    )
+    single: list[BlockExpert] = course.ranks.share([r for r in told if isinstance(r, BlockExpert)])
+    single.sort(key=lambda e: (e.index, not e.expert.isdecimal(), e.expert.zfill(8)))
     settings = {
         "protocol": protocol,
         "folds": folds if isinstance(split, Folds) else None,
         "solver": solver,
         "precision": precision,
         "precision_difference": differences or None,
+        "experts": experts,
         "seed": seed,
-        "tokens": windows.numel() if isinstance(windows, Tensor) else rows,
+        "tokens": rows,
         "window": windows.shape[1] if isinstance(windows, Tensor) else None,
     }
     if course.saves is not None and course.ranks.rank == 0:
         folder = course.saves.folder
         maps, features = saved_maps(folder, records)
-        return Profile(records, maps, features, [], settings)
+        return Profile(records, maps, features, [], settings, experts=single)
+    blocks_found = [m for m in found if isinstance(m, Measured)]
     return Profile(
         blocks=records,
-        maps={m.record.index: m.affine for m in found},
-        r2_by_feature={m.record.index: m.r2_by_feature for m in found},
+        maps={m.record.index: m.affine for m in blocks_found},
+        r2_by_feature={m.record.index: m.r2_by_feature for m in blocks_found},
         stores=sorted(kept, key=lambda store: store.block.index),
         settings=settings,
+        experts=single,
     )
+
+
+def with_experts(model: nn.Module, at: Sequence[Block], experts: str | None) -> list[Block]:
+    """The blocks, and after each mixture its experts, where they are asked for."""
+    if experts is None:
+        return list(at)
+    if experts not in ("routed", "all"):
+        raise ValueError(f"experts are measured on routed tokens or on all, not on {experts!r}")
+    found = {m.block: [m.expert(key) for key in m.keys] for m in mixtures(model, at)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no mixtures of experts: drop --experts")
+    return [b for block in at for b in (block, *found.get(block, ()))]
+
+
+def is_expert(store: BlockStore) -> bool:
+    return bool(getattr(store.block, "expert", ""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +280,7 @@ def profile_shard(
     split: Split,
     solver: str,
     precision: str = "float64",
+    experts: str | None = None,
     batch_size: int,
     seed: int,
     course: Course,
@@ -241,10 +292,11 @@ def profile_shard(
     groups = gathered(
         model,
         windows,
-        at=at,
+        at=with_experts(model, at, experts),
         split=split,
         solver=solver,
         precision=precision,
+        all_tokens=experts == "all",
         batch_size=batch_size,
         seed=seed,
         course=course,
@@ -253,22 +305,16 @@ def profile_shard(
     for stores in groups:
         for store in _at_first(course, stores):
             b = store.block
-            if b.index not in course.saves.done:
+            if name_of(b) not in course.saves.done:
                 course.saves.finish(store)
-            found.append(
-                {
-                    "index": b.index,
-                    "path": b.path,
-                    "d_in": b.d_in,
-                    "d_out": b.d_out,
-                    "rows": store.n,
-                }
-            )
+            place = {name: getattr(b, name) for name in ("index", "path", "d_in", "d_out")}
+            found.append({**place, "expert": getattr(b, "expert", ""), "rows": store.n})
     found.sort(key=lambda b: int(b["index"]))
     read = [p.tokens for p in pieces(windows, batch_size) if course.here(p.number)]
     settings = {
         "solver": solver,
         "precision": precision,
+        "experts": experts,
         "seed": seed,
         "tokens": windows.numel() if isinstance(windows, Tensor) else 0,
         "read": sum(read),
@@ -285,6 +331,7 @@ def gathered(
     split: Split,
     solver: str,
     precision: str = "float64",
+    all_tokens: bool = False,
     batch_size: int,
     seed: int,
     course: Course,
@@ -297,20 +344,29 @@ def gathered(
         )
     care: dict[int, Tensor] = {}
     if isinstance(windows, Tensor) and not course.layerwise and not is_offloaded(model):
-        care = fisher(model, at, windows, seed) or {}
+        care = fisher(model, [b for b in at if not b.expert], windows, seed) or {}
 
     def where(block: Block) -> torch.device:
-        device = device_of(model.get_submodule(block.entry))
+        path = block.entry if block.expert in ("", SHARED) else block.entry.rpartition(".")[0]
+        device = device_of(model.get_submodule(path))
         return torch.device("cpu") if device.type == "mps" else device  # which has no float64
 
+    whole = [b for b in at if not b.expert]
+    checked = (whole[0], whole[len(whole) // 2], whole[-1])
+
     def make(group: Sequence[Block], run: Callable[[], Any]) -> list[BlockStore]:
-        sinks = sink_units(model, group, run)
-        known = [_known(model, b, sinks.get(b.index), care.get(b.index)) for b in group]
+        sinks = sink_units(model, [b for b in group if not b.expert], run)
+        known = [
+            Known(seen=False)
+            if b.expert
+            else _known(model, b, sinks.get(b.index), care.get(b.index))
+            for b in group
+        ]
         stores = []
         for b, k in zip(group, known, strict=True):
             like = (b, split.groups, solver, seed, where(b), k)
             stores.append(BlockStore(*like, precision))
-            if precision != "float64" and b in (at[0], at[len(at) // 2], at[-1]):
+            if precision != "float64" and not b.expert and b in checked:
                 stores[-1].twin = BlockStore(*like)
         return stores
 
@@ -323,18 +379,19 @@ def gathered(
         split,
         batch_size=batch_size,
         course=course,
+        all_tokens=all_tokens,
         progress=progress,
     )
 
 
 def twin_differences(
-    stores: Sequence[BlockStore], measured: Sequence[Measured], split: Split
+    stores: Sequence[BlockStore], measured: Sequence[Measured | MeasuredExpert], split: Split
 ) -> dict[int, float]:
     """How far R2 is from that of float64 sums, where a block has both."""
     return {
         store.block.index: abs(m.record.r2 - measure(store.twin, split).record.r2)
         for store, m in zip(stores, measured, strict=True)
-        if store.twin is not None
+        if store.twin is not None and isinstance(m, Measured)
     }
 
 
@@ -365,35 +422,44 @@ def _at_first(course: Course, stores: list[BlockStore]) -> Iterator[BlockStore]:
 
 
 def _handed_over(
-    course: Course, stores: list[BlockStore], measured: list[Measured]
-) -> list[Measured]:
+    course: Course, stores: list[BlockStore], measured: list[Measured | MeasuredExpert]
+) -> list[Measured | MeasuredExpert]:
     """What each rank measured, at the first one, which writes it if it is to be written."""
-    saves, ranks, found = course.saves, course.ranks, list[Measured]()
+    saves, ranks, found = course.saves, course.ranks, list[Measured | MeasuredExpert]()
     for owner, records in enumerate(ranks.gather([m.record for m in measured])):
         for i, record in enumerate(records):
             mine = ranks.rank == owner
             parts = ranks.tensors_at_first(_parts(measured[i]) if mine else {}, owner)
-            if ranks.rank == 0:
-                affine = Affine(parts["weight"], parts["bias"], int(parts["rank"]))
-                found.append(Measured(record, affine, parts["r2_by_feature"]))
+            if ranks.rank:
+                continue
+            kind = Measured if isinstance(record, BlockProfile) else MeasuredExpert
+            found.append(kind(record, *_affine(parts)))
     if saves is None:
         return found
     for store in _at_first(course, stores):
-        if store.block.index not in saves.done:
+        if name_of(store.block) not in saves.done:
             saves.finish(store)
     for m in found:
-        write_map(saves.folder, m.record, m.affine, m.r2_by_feature)
+        if m.affine is not None and m.r2_by_feature is not None:
+            write_map(saves.folder, m.record, m.affine, m.r2_by_feature)
     return found
 
 
-def _parts(measured: Measured) -> dict[str, Tensor]:
+def _parts(measured: Measured | MeasuredExpert) -> dict[str, Tensor]:
+    """The map as tensors that can travel."""
     affine = measured.affine
-    return {
-        "weight": affine.weight,
-        "bias": affine.bias,
-        "rank": torch.tensor(affine.rank),
-        "r2_by_feature": measured.r2_by_feature,
-    }
+    if affine is None or measured.r2_by_feature is None:
+        return {}
+    rank = torch.tensor(affine.rank)
+    parts = {"weight": affine.weight, "bias": affine.bias, "rank": rank}
+    return {**parts, "r2_by_feature": measured.r2_by_feature}
+
+
+def _affine(parts: dict[str, Tensor]) -> tuple[Any, Any]:
+    if not parts:
+        return None, None
+    affine = Affine(parts["weight"], parts["bias"], int(parts["rank"]))
+    return affine, parts["r2_by_feature"]
 
 
 def split_of(protocol: str, folds: int, windows: Windows) -> Split:

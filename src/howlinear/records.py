@@ -111,6 +111,32 @@ class BlockProfile(_Record):
 
 
 @dataclass(frozen=True)
+class BlockExpert(_Record):
+    """How linear one expert of a mixture is, on the tokens that it was given."""
+
+    index: int
+    expert: str
+    path: str
+    d_in: int
+    d_out: int
+    tokens: int
+    share: float
+    r2: float | None
+    r2_se: float | None
+    r2_body: float | None
+    r2_scalar: float | None
+    effective_rank: int | None
+    input_rank: int | None
+    rmse: float | None
+    residual_norm: float | None
+    output_norm: float | None
+    n_fit: int
+    rows_per_column: float
+    fold_sums: list[list[float]] | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class BlockSwap(_Record):
     """What replacing one block by its map costs. Every field is defined in docs/fields.md."""
 
@@ -138,6 +164,26 @@ class BlockSwap(_Record):
     params_saved: int
     multiply_adds_saved: int | None
     swap_signal: float | None
+
+
+@dataclass(frozen=True)
+class ExpertSwap(_Record):
+    """What replacing one expert of a mixture by its map costs."""
+
+    index: int
+    expert: str
+    path: str
+    tokens: int
+    r2: float | None
+    delta_nll: float
+    delta_nll_se: float
+    delta_ppl: float
+    delta_ppl_se: float
+    kl: float
+    kl_se: float
+    top1: float
+    top1_se: float
+    params_saved: int
 
 
 @dataclass(frozen=True)

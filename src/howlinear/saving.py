@@ -32,11 +32,18 @@ from torch import Tensor
 from howlinear.affine import Affine
 from howlinear.moments import Accumulator
 from howlinear.records import SCHEMA, BlockProfile, atomic, check_same, read_json, write_json
-from howlinear.stores import PARTS, BlockStore, Place
+from howlinear.stores import PARTS, BlockStore, Place, name_of
 
 T = TypeVar("T")
 # what is made from the maps of a run, and goes when they go
-DERIVED = ("swap.json", "probe.json", "plan.json", "compress.json", "control-*.json")
+DERIVED = (
+    "swap.json",
+    "swap-experts.json",
+    "probe.json",
+    "plan.json",
+    "compress.json",
+    "control-*.json",
+)
 
 # -- files of tensors -----------------------------------------------------------------------------
 
@@ -94,13 +101,13 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
 
 
 def write_store(folder: Path, store: BlockStore) -> None:
-    path = folder / "moments" / f"{store.block.index}.safetensors"
+    path = folder / "moments" / f"{name_of(store.block)}.safetensors"
     write_tensors(path, store.state_dict(), kind="moments", block=store.block.path)
 
 
 def read_store(folder: str | Path, block: Place, device: Any = "cpu") -> BlockStore:
     """One block's accumulators from a run folder, with whatever else goes with them."""
-    path = Path(folder) / "moments" / f"{block.index}.safetensors"
+    path = Path(folder) / "moments" / f"{name_of(block)}.safetensors"
     state = read_tensors(path, kind="moments", block=block.path)
     try:
         return BlockStore.from_state(block, state, device)
@@ -124,13 +131,13 @@ def write_map(folder: Path, block: Place, affine: Affine, r2_by_feature: Tensor)
         "rank": torch.tensor(affine.rank),
         "r2_by_feature": r2_by_feature,
     }
-    path = folder / "maps" / f"{block.index}.safetensors"
+    path = folder / "maps" / f"{name_of(block)}.safetensors"
     write_tensors(path, tensors, kind="map", block=block.path)
 
 
 def read_map(folder: str | Path, block: Place) -> tuple[Affine, Tensor]:
     """The saved map of a block, and the R2 of each output feature."""
-    path = Path(folder) / "maps" / f"{block.index}.safetensors"
+    path = Path(folder) / "maps" / f"{name_of(block)}.safetensors"
     tensors = read_tensors(path, kind="map", block=block.path)
     shapes = {
         "weight": (block.d_out, block.d_in),
@@ -205,13 +212,17 @@ class Saves:
         self, folder: str | Path, asked: Mapping[str, Any], every: float, rank: int = 0
     ) -> None:
         self.folder, self.every, self.rank = Path(folder), every, rank
-        self.asked, self.done = dict(asked), set[int]()
+        self.asked, self.done = dict(asked), set[str]()
         self._last = time.monotonic()
         if self._progress.is_file():
             before = read_json(self._progress, "progress")
             check_same(self.folder, before.get("asked"), self.asked)
             done = before.get("done")
-            self.done = {i for i in done if type(i) is int} if isinstance(done, list) else set()
+            self.done = (
+                {name for name in done if isinstance(name, str)}
+                if isinstance(done, list)
+                else set()
+            )
 
     @property
     def begun(self) -> bool:
@@ -242,7 +253,7 @@ class Saves:
             if said.get("blocks") != [s.block.path for s in stores]:
                 continue
             for store in stores:
-                path = at / f"{store.block.index}.safetensors"
+                path = at / f"{name_of(store.block)}.safetensors"
                 state = read_tensors(path, kind="moments", block=store.block.path)
                 try:
                     store.take(state)
@@ -264,7 +275,7 @@ class Saves:
             return False
         shutil.rmtree(at, ignore_errors=True)  # half of a save that was killed
         for store in stores:
-            path = at / f"{store.block.index}.safetensors"
+            path = at / f"{name_of(store.block)}.safetensors"
             write_tensors(path, store.state_dict(), kind="moments", block=store.block.path)
         paths = [s.block.path for s in stores]
         about = {"kind": "pass", "schema": SCHEMA, "batches": batches, "blocks": paths}
@@ -281,7 +292,7 @@ class Saves:
             self._write()
             forget(self.folder)
         write_store(self.folder, store)
-        self.done.add(store.block.index)
+        self.done.add(name_of(store.block))
         self._write()
 
     def close(self) -> None:

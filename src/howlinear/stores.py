@@ -14,6 +14,7 @@ alone, join x as its last columns: maps with and without them share the sums.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -100,6 +101,14 @@ class RowSplit:
 
 
 Split = Folds | RowSplit
+
+
+def name_of(block: Place) -> str:
+    """What a block's files are called: 3, or 3.17 for an expert."""
+    expert = str(getattr(block, "expert", ""))
+    if not re.fullmatch(r"\w*", expert, re.ASCII):  # it may come from a file
+        raise ValueError(f"block {block.index}: {expert[:40]!r} is no expert")
+    return f"{block.index}.{expert}" if expert else f"{block.index}"
 
 
 def check_rows(count: int, length: int, columns: int, split: Split) -> None:
@@ -259,7 +268,7 @@ class BlockStore:
             [SOLVERS[solver](width, block.d_out, **how) for _ in range(groups)] for _ in PARTS
         )
         self.twin: BlockStore | None = None  # in float64, to tell what mixed precision does
-        self.sample = RowSample(width, block.d_out, seed)
+        self.sample = RowSample(width, block.d_out, seed, *(() if self.known.seen else (0,)))
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
         """Add rows of windows that begin at these token offsets of the text."""
@@ -460,8 +469,9 @@ def needs(at: Sequence[Block], windows: int, folds: int, solver: str = "moments"
         width = d + block.d_out
         each = 8 * SOLVERS[solver](d, block.d_out).size
         rows = min(4 * windows * width, folds * each)  # first positions
-        memory += folds * each + rows + 4 * SAMPLE * width + 8 * d * block.d_out
-        disk += folds * each + rows + 4 * SAMPLE * width + 8 * d * block.d_out
+        sample = 4 * SAMPLE * width if block.stream else 0
+        memory += folds * each + rows + sample + 8 * d * block.d_out
+        disk += folds * each + rows + sample + 8 * d * block.d_out
         work = max(work, 2 * each + 80 * width * width)  # factoring one block
     return Needs(memory + work * (1 if is_wide(at) else torch.get_num_threads()), disk)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from howlinear.records import BlockCompression, BlockProbe, BlockProfile, BlockSwap
+from howlinear.records import BlockCompression, BlockProbe, BlockProfile, BlockSwap, ExpertSwap
 
 COLOURS = {
     "broadly linear": "green",
@@ -67,6 +67,51 @@ def show_shard(console: Console, data: dict[str, Any], blocks: list[dict[str, An
             "a block; add the shards up with `howlinear merge`"
         )
     )
+
+
+def _show_experts(console: Console, experts: list[dict[str, Any]], asked: str) -> None:
+    """A line a layer: how linear its experts are, and which were given too little."""
+    console.print()
+    on = "every token" if asked == "all" else "the tokens routed to each"
+    console.print(plain(f"experts, on {on}: R2 of each, and of the layer's lowest and highest"))
+    for index in dict.fromkeys(e["index"] for e in experts):
+        own = [e for e in experts if e["index"] == index]
+        scored = sorted((e for e in own if e["problem"] is None), key=lambda e: e["r2"])
+        tokens = [e["tokens"] for e in own if e["expert"] != "shared"]
+        text = f"{index:>3}  {len(own)} experts, {min(tokens)} to {max(tokens)} tokens"
+        if scored:
+            middle = scored[len(scored) // 2]
+            text += f"; R2 {scored[0]['r2']:.3f} ({scored[0]['expert']}), median {middle['r2']:.3f}"
+            text += f", {scored[-1]['r2']:.3f} ({scored[-1]['expert']})"
+        console.print(plain(text))
+        thin = [e for e in own if e["problem"] is not None]
+        if thin:
+            names = ", ".join(e["expert"] for e in thin[:6]) + (", ..." if len(thin) > 6 else "")
+            console.print(
+                plain(f"     not scored, too few tokens: {names} ({len(thin)} of {len(own)})")
+            )
+
+
+def show_expert_swaps(console: Console, data: dict[str, Any], blocks: list[ExpertSwap]) -> None:
+    """The table that `howlinear swap --experts` prints."""
+    base = data["base"]
+    console.print(
+        plain(f"perplexity {base['perplexity']:.2f}, {base['protocol']}, {base['tokens']} tokens")
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("expert", "tokens", "R2", "nats ± se", "perplexity", "KL", "top-1"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for b in blocks:
+        table.add_row(
+            plain(f"{b.index}.{b.expert}"),
+            str(b.tokens),
+            number(b.r2),
+            f"{b.delta_nll:+.4f} ±{b.delta_nll_se:.4f}",
+            f"{b.delta_ppl:+.2f}",
+            f"{b.kl:.4f}",
+            f"{b.top1:.3f}",
+        )
+    console.print(table)
 
 
 def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfile]) -> None:
@@ -124,6 +169,8 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
     if words:
         console.print(plain(f"as one matrix, by estimate: {'; '.join(words)}"))
         console.print("`howlinear swap RUN` measures what a swap costs")
+    if data.get("experts"):
+        _show_experts(console, data["experts"], settings["experts"])
     for note in data["notes"]:
         console.print(plain(f"note: {note}"))
 

@@ -1,0 +1,195 @@
+"""How a profile grows: several processes, depth with and without --layerwise, tokens, width, depth.
+
+    python benchmarks/scale.py              # everything, about ten minutes on two cores
+    python benchmarks/scale.py ranks        # or one part: ranks, memory, growth
+
+ranks: two processes over gloo with one thread each against one process with two threads, the same
+windows of the built-in text through the built-in model, by turns in one run; loading is not counted.
+memory: peak resident memory of a process that profiles random Llamas of 1, 4 and 16 layers from disk,
+beside what is stated before the start. growth: seconds and multiply-adds a second against tokens,
+width and depth. Machines are shared and noisy: ratios of one run are what to read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import howlinear as hl
+from howlinear.corpus import builtin
+from howlinear.costs import profile_cost, size
+from howlinear.passes import Course
+from howlinear.ranks import Ranks
+from howlinear.saving import Saves
+
+TOKENS, ROUNDS = 16384, 3
+
+
+# -- in a process of its own ----------------------------------------------------------------------
+
+
+def ranked(out: Path) -> None:
+    """Profile the built-in model; rank 0 writes seconds and results."""
+    ranks = Ranks.start()
+    model, tokenizer = hl.load()
+    ids = hl.windows(builtin().fit, tokenizer, 512, tokens=TOKENS)
+    model.model(ids[:1])  # the first forward is slower
+    ranks.share(None)
+    began = time.perf_counter()
+    result = hl.profile(model, ids, course=Course(ranks=ranks))
+    seconds = time.perf_counter() - began
+    if ranks.rank == 0:
+        found = {"seconds": seconds, "blocks": [b.to_dict() for b in result.blocks]}
+        out.write_text(json.dumps(found))
+    ranks.stop()
+
+
+def deep(folder: str, layerwise: str, out: Path) -> None:
+    """Profile a checkpoint from disk; peak memory of this process."""
+    layer_by_layer = layerwise == "yes"
+    where = "disk" if layer_by_layer else None
+    model, _ = hl.load(folder, device_map=where)
+    ids = torch.randint(0, 1000, (32, 256), generator=torch.Generator().manual_seed(0))
+    at = hl.blocks(model)
+    stated = profile_cost(model, at, windows=32, length=256, layerwise=layer_by_layer)
+    with tempfile.TemporaryDirectory() as run:
+        course = Course(layerwise=layer_by_layer, saves=Saves(run, {}, 1e9))
+        began = time.perf_counter()
+        result = hl.profile(model, ids, at=at, course=course)
+    found = {
+        "seconds": time.perf_counter() - began,
+        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "stated": stated.memory,
+        "r2": [b.r2 for b in result.blocks],
+    }
+    out.write_text(json.dumps(found))
+
+
+# -- what is printed ------------------------------------------------------------------------------
+
+
+def run(command: list[str], *args: Any, threads: int) -> dict[str, Any]:
+    """A worker's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+        done = subprocess.run(
+            [*command, __file__, *map(str, args), str(out)], capture_output=True, text=True, env=env
+        )
+        if done.returncode:
+            sys.exit(done.stderr)
+        return json.loads(out.read_text())
+
+
+def furthest(one: Any, two: Any) -> float:
+    """The largest difference of two results, relative to what is above 1."""
+    if isinstance(one, dict):
+        return max((furthest(one[k], two[k]) for k in one), default=0.0)
+    if isinstance(one, list):
+        return max((furthest(a, b) for a, b in zip(one, two, strict=True)), default=0.0)
+    if isinstance(one, float):
+        return abs(one - two) / max(1.0, abs(one))
+    return 0.0 if one == two else float("inf")
+
+
+def ranks() -> None:
+    alone = [sys.executable]
+    pair = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ratios, single, double = [], {}, {}
+    for _ in range(ROUNDS):
+        single = run(alone, "ranked", threads=2)
+        double = run(pair, "ranked", threads=1)
+        ratios.append(single["seconds"] / double["seconds"])
+        print(
+            f"one process, two threads: {TOKENS / single['seconds']:.0f} tokens/s; two ranks: "
+            f"{TOKENS / double['seconds']:.0f} tokens/s; ratio {ratios[-1]:.2f}",
+            flush=True,
+        )
+    off = furthest(single["blocks"], double["blocks"])
+    print(f"two ranks over one process: {statistics.median(ratios):.2f} (median of {ROUNDS})")
+    print(f"largest difference of any field of any block: {off:.1e}")
+
+
+def llama(folder: Path, layers: int, width: int) -> str:
+    """A random Llama on disk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=1000,
+    )
+    path = folder / f"{layers}-{width}"
+    if not path.exists():
+        LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def memory() -> None:
+    print("peak memory of width 1024 at 1, 4 and 16 layers, 8192 tokens (stated beside it, without")
+    print("what Python and torch take by themselves)")
+    with tempfile.TemporaryDirectory() as folder:
+        base: dict[str, float] = {}
+        for layers in (1, 4, 16):
+            path = llama(Path(folder), layers, 1024)
+            found = {
+                way: run([sys.executable], "deep", path, way, threads=2) for way in ("no", "yes")
+            }
+            base = base or {way: f["peak"] for way, f in found.items()}
+            off = max(
+                abs(a - b) for a, b in zip(found["no"]["r2"], found["yes"]["r2"], strict=True)
+            )
+            print(
+                f"{layers:>3} layers: plain {size(found['no']['peak'])} (stated "
+                f"{size(found['no']['stated'])}), {found['no']['seconds']:.0f} s; layerwise "
+                f"{size(found['yes']['peak'])} (stated {size(found['yes']['stated'])}), "
+                f"{found['yes']['seconds']:.0f} s; R2 differs by {off:.0e}",
+                flush=True,
+            )
+
+
+def growth() -> None:
+    print("seconds, and multiply-adds a second by the count that --dry-run prints")
+    cases = [("tokens", 4096 * k, 512, 4) for k in (2, 4, 8)]
+    cases += [("width", 8192, width, 4) for width in (256, 512, 1024)]
+    cases += [("depth", 8192, 512, layers) for layers in (1, 4, 16)]
+    with tempfile.TemporaryDirectory() as folder:
+        for what, tokens, width, layers in cases:
+            model, _ = hl.load(llama(Path(folder), layers, width))
+            ids = torch.randint(0, 1000, (tokens // 256, 256))
+            cost = profile_cost(model, hl.blocks(model), windows=len(ids), length=256)
+            began = time.perf_counter()
+            hl.profile(model, ids.split(8))
+            seconds = time.perf_counter() - began
+            print(
+                f"{what:<7} {tokens:>6} tokens, width {width:>4}, {layers:>2} layers: {seconds:6.1f} s, "
+                f"{cost.multiply_adds / seconds / 1e9:5.1f} G/s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    parts = {"ranks": ranks, "memory": memory, "growth": growth}
+    asked = sys.argv[1:]
+    if asked[:1] == ["ranked"]:
+        ranked(Path(asked[1]))
+    elif asked[:1] == ["deep"]:
+        deep(asked[1], asked[2], Path(asked[3]))
+    else:
+        for name in asked or parts:
+            print(f"\n{name}")
+            parts[name]()
