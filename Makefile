@@ -21,7 +21,8 @@ lint: .venv/test.stamp
 	$(BIN)/mypy
 
 bench: .venv/test.stamp runs/demo/profile.json
-	$(BIN)/python benchmarks/profile.py
+	$(BIN)/python benchmarks/profiles.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/swap.py
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/speed.py

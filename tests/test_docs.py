@@ -10,10 +10,12 @@ from howlinear.records import (
     KINDS,
     SAFETY,
     BlockCompression,
+    BlockExpert,
     BlockPlan,
     BlockProbe,
     BlockProfile,
     BlockSwap,
+    ExpertSwap,
     kind_of,
     safety_of,
 )
@@ -52,6 +54,7 @@ def test_readme_commands_exist():
 def test_every_field_and_kind_is_documented():
     text = (ROOT / "docs" / "fields.md").read_text()
     records = (BlockProfile, BlockSwap, BlockProbe, BlockPlan, BlockCompression)
+    records += (BlockExpert, ExpertSwap)
     assert all(f"`{f.name}`" in text for record in records for f in fields(record))
     assert all(word in text for word in (*KINDS, *SAFETY))
 

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -220,31 +221,35 @@ def test_settings_that_changed_are_named(llama, tmp_path):
         profile(llama, WINDOWS, course=course)
 
 
-def test_kill_at_random_moments(tmp_path, here):
-    """Real processes, kill -9, whatever they are doing: the same run in the end, to the bit."""
-    from pathlib import Path
+def test_kill_at_random_moments(tmp_path):
+    """Real processes, kill -9 at any moment of their lives: the same run in the end, to the bit.
 
+    HOWLINEAR_KILLS=20 tries twenty moments; the suite has time for two.
+    """
     model = Path(__file__).parent / "models" / "llama"
-    args = ["profile", model, "--tokens", "12288", "--max-length", "128", "--batch-size", "4"]
-    assert here(*args, "-o", tmp_path / "one", "--blocks", "0-3").returncode == 0
-    rng, folder, deaths = random.Random(0), tmp_path / "two", 0
-    command = [*COMMAND, *map(str, args), "-o", str(folder), "--blocks", "0-3"]
+    args = ["profile", str(model), "--tokens", "12288", "--max-length", "128", "--batch-size", "4"]
+    args += ["--blocks", "0-3", "--save-every", "0"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    while deaths < 2:
-        process = subprocess.Popen(
-            [*command, "--save-every", "0"], stderr=subprocess.PIPE, text=True, env=env
-        )
-        for line in process.stderr:
-            if "tokens to run" in line:
-                break
-        time.sleep(rng.uniform(0.05, 0.8))
+
+    def start(folder):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
+        return subprocess.Popen([*COMMAND, *args, "-o", str(folder)], **quiet)
+
+    began = time.monotonic()
+    assert start(tmp_path / "one").wait() == 0
+    life, rng, want = time.monotonic() - began, random.Random(0), files(tmp_path / "one")
+    left = []
+    for trial in range(int(os.environ.get("HOWLINEAR_KILLS", "2"))):
+        folder = tmp_path / f"{trial}"
+        process = start(folder)
+        time.sleep(rng.uniform(0.5, 1) * life)  # the first half goes into loading
         process.send_signal(signal.SIGKILL)
         process.wait()
-        deaths += 1
-    done = here(*args, "-o", folder, "--blocks", "0-3", "--save-every", "0")
-    assert done.returncode == 0, done.stderr
-    assert files(folder) == files(tmp_path / "one")
-    assert {p.name for p in folder.iterdir()} == {"profile.json", "moments", "maps"}
+        left.append(sorted(p.name for p in folder.iterdir()) if folder.exists() else [])
+        assert start(folder).wait() == 0
+        assert files(folder) == want
+        assert {p.name for p in folder.iterdir()} == {"profile.json", "moments", "maps"}
+    print("\n".join(map(str, left)))  # what the kills left behind
 
 
 def test_known_goes_with_the_moments(llama, tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
@@ -175,13 +178,13 @@ def profile(
         "batch_size": batch_size,
         "shard": list(part),
     }
-    if dry_run:
-        _dry(settings, trust_remote_code, as_json)
-        return
     if all_tokens and not experts:
         raise ValueError("--all-tokens is about experts: add --experts")
     if layerwise and device_map:
         raise ValueError("--layerwise places weights itself: drop --device-map")
+    if dry_run:
+        _dry(settings, trust_remote_code, as_json)
+        return
     sources = texts_of(corpus or [], text_file, dataset, dataset_config, split, text_column)
     runs = {out / name if name else out: source for name, source in sources.items()}
     for folder, source in runs.items():
@@ -193,6 +196,7 @@ def profile(
     from howlinear.ranks import Ranks
 
     ranks = Ranks.start()
+    elsewhere = out / "partial" / f"{ranks.rank}" / "weights" if layerwise or device_map else None
     say(f"loading {model or 'the built-in model'}")
     net, tokenizer = models.load(
         model,
@@ -200,7 +204,7 @@ def profile(
         dtype=dtype,
         device=own_device(device),
         device_map=_placed(model, layerwise, device_map),
-        offload_folder=out / "partial" / "weights" if layerwise or device_map else None,
+        offload_folder=elsewhere,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
@@ -238,6 +242,10 @@ def profile(
         if result is not None:
             result.about.update(command=about["command"], versions=versions())
         show(result, "show_comparison", out, as_json)
+    if elsewhere is not None:
+        shutil.rmtree(elsewhere.parent, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            elsewhere.parent.parent.rmdir()
     ranks.stop()
 
 
@@ -268,7 +276,7 @@ class _Work:
         from howlinear.passes import Course
         from howlinear.saving import Saves
 
-        together, walks = self._room(ids, folder, shard[1] * ranks.count)
+        together, walks = self._room(ids, folder, shard[1], ranks)
         same = about["asked"] | {
             "weights": about["model"]["weights"],
             "fingerprint": about["corpus"]["fingerprint"],
@@ -289,7 +297,8 @@ class _Work:
                     result: Any = profiling.profile_shard(
                         self.net, windows, split=split, progress=advance, **how
                     )
-                    result.settings.update(folds=self.folds, protocol=self.protocol)
+                    folds = None if self.protocol == "paper" else self.folds
+                    result.settings.update(folds=folds, protocol=self.protocol)
                 else:
                     result = profiling.profile(
                         self.net,
@@ -310,7 +319,7 @@ class _Work:
         saves.close()
         return result
 
-    def _room(self, ids: Any, folder: Path, parts: int) -> tuple[int | None, int]:
+    def _room(self, ids: Any, folder: Path, parts: int, ranks: Any) -> tuple[int | None, int]:
         """Say what it takes; how many blocks fit into memory at once, None for all, and how often
         each window is run."""
         from howlinear.costs import most_together, profile_cost
@@ -318,10 +327,12 @@ class _Work:
 
         solver, free = self.how["solver"], available_memory()
         every = with_experts(self.net, self.at, self.how["experts"])
-        count = -(-len(ids) // parts)
+        count = -(-len(ids) // (parts * ranks.count))
         most: int | None = len(every)
         if free is not None and not self.layerwise:
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             most = most_together(every, count, self.folds, solver, free)
+        most = min(ranks.gather(most or 0)) or None  # all ranks read the same groups
         cost = profile_cost(
             self.net,
             every,
@@ -333,6 +344,8 @@ class _Work:
             together=most or 1,
             layerwise=self.layerwise,
         )
+        if count < len(ids):
+            say(f"{ids.numel()} tokens in all; here and of each process:")
         for line in cost.lines():
             say(line)
         check_room(cost.moments, cost.disk, folder)

@@ -31,7 +31,15 @@ from torch import Tensor
 
 from howlinear.affine import Affine
 from howlinear.moments import Accumulator
-from howlinear.records import SCHEMA, BlockProfile, atomic, check_same, read_json, write_json
+from howlinear.records import (
+    SCHEMA,
+    BlockProfile,
+    atomic,
+    check_same,
+    clean,
+    read_json,
+    write_json,
+)
 from howlinear.stores import PARTS, BlockStore, Place, name_of
 
 T = TypeVar("T")
@@ -252,6 +260,8 @@ class Saves:
         for at, said in self._complete():
             if said.get("blocks") != [s.block.path for s in stores]:
                 continue
+            if said.get("asked") != clean(self.asked):  # of a rank whose first one never saved
+                continue
             for store in stores:
                 path = at / f"{name_of(store.block)}.safetensors"
                 state = read_tensors(path, kind="moments", block=store.block.path)
@@ -278,8 +288,8 @@ class Saves:
             path = at / f"{name_of(store.block)}.safetensors"
             write_tensors(path, store.state_dict(), kind="moments", block=store.block.path)
         paths = [s.block.path for s in stores]
-        about = {"kind": "pass", "schema": SCHEMA, "batches": batches, "blocks": paths}
-        write_json(at / "pass.json", about)
+        about = {"kind": "pass", "schema": SCHEMA, "asked": self.asked, "batches": batches}
+        write_json(at / "pass.json", {**about, "blocks": paths})
         for old in older:
             _remove(old)
         self._last = time.monotonic()
@@ -296,8 +306,10 @@ class Saves:
         self._write()
 
     def close(self) -> None:
-        """The run is complete."""
-        start_again(self.folder)
+        """The run is complete. Each rank removes what is its own, the first one what is left."""
+        shutil.rmtree(self.room, ignore_errors=True)
+        if self.rank == 0:
+            start_again(self.folder)
 
     def _complete(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Complete saves of this rank, the latest first."""

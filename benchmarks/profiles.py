@@ -1,7 +1,7 @@
 """What a profile costs beside a bare forward of the same windows, and beside two rivals.
 
-    python benchmarks/profile.py                 # every ratio; about 8 minutes on 2 cores
-    python benchmarks/profile.py --only slope    # or whole, rivals, memory
+    python benchmarks/profiles.py                 # every ratio; about 8 minutes on 2 cores
+    python benchmarks/profiles.py --only slope    # or whole, rivals, memory
 
 All ratios are to a forward of the same windows through the base model: no language-model head,
 `inference_mode`, the same batch size, the same process. Machines are noisy, so bare and measured
@@ -15,14 +15,11 @@ memory  peak resident memory of `howlinear profile` with 10 times the tokens
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder: a module named profile there would hide the standard library's
-
 import argparse
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -31,9 +28,9 @@ import torch
 from howlinear import blocks, load, profile, windows
 from howlinear.corpus import builtin
 from howlinear.families import backbone
-from howlinear.profiling import _batches, _pass
-from howlinear.stores import BlockStore, Folds
-from howlinear.units import writes
+from howlinear.passes import Hearing, Whole, pieces, primer
+from howlinear.stores import BlockStore, Folds, Known
+from howlinear.units import sink_units
 
 LENGTH, BATCH = 512, 8
 
@@ -65,20 +62,25 @@ def slope(model, ids, repeats: int) -> None:
     """Bare and profiled passes over the same batches, taking turns."""
     ratios = []
     further = ids[8192 // LENGTH : 16384 // LENGTH]
-    at, split = blocks(model), Folds(5)
+    at, split, runner = blocks(model), Folds(5), Whole(model)
+    start = primer(next(pieces(ids, BATCH)))
+    sinks = sink_units(model, at, lambda: runner.run(start))
     for _ in range(repeats):
         stores = [
-            BlockStore(b, 5, "moments", 0, torch.device("cpu"), norms=writes(model, b)) for b in at
+            BlockStore(b, 5, "moments", 0, torch.device("cpu"), Known(*sinks[b.index])) for b in at
         ]
-        _pass(model, _batches(ids[: 4096 // LENGTH], BATCH), stores, split, None)  # sums in place
+
+        def read(batch, stores=stores) -> None:
+            # offsets count from 0: which two of the five folds fill up does not matter here
+            with torch.no_grad(), Hearing(model, stores, split, all_tokens=False) as hearing:
+                for piece in pieces(batch, BATCH):
+                    with hearing.of(piece, stop=True):
+                        runner.run(piece.inputs)
+
+        read(ids[: 4096 // LENGTH])  # sums in place
         for batch in further.split(BATCH):
             before = bare(model, batch)
-            # _pass counts offsets from 0: which two of the five folds fill up does not matter here
-            taken = seconds(
-                lambda batch=batch, stores=stores: _pass(
-                    model, _batches(batch, BATCH), stores, split, None
-                )
-            )
+            taken = seconds(lambda batch=batch, read=read: read(batch))
             ratios.append(2 * taken / (before + bare(model, batch)))
     show("each further token, 8k to 16k", ratios, "wanted: at most 1.30")
 
