@@ -72,9 +72,7 @@ def layer_by_layer(
                 if own:
                     stores = make(own, lambda i=i: walk.run(i, 0))  # type: ignore[misc]
                 walk.layer(i, stores, split, course, all_tokens, progress)
-            owned = [course.ranks.collect(s, k % course.ranks.count) for k, s in enumerate(stores)]
-            del stores
-            yield [store for store in owned if store is not None]
+            yield course.ranks.collect_all(stores)
             course.ranks.share(None)  # the first one has written what this layer gave
             states.advance(i + 1)
         if end is not None:

@@ -152,11 +152,7 @@ def collected(
         stores = make(group, lambda start=start: runner.run(primer(start)))  # type: ignore[misc]
         mine = (p for p in _chained(start, source) if course.mine(p.number))
         _read(runner, mine, stores, split, course.saves, all_tokens, progress)
-        owned = [
-            course.ranks.collect(store, owner=i % course.ranks.count)
-            for i, store in enumerate(stores)
-        ]
-        yield [store for store in owned if store is not None]
+        yield course.ranks.collect_all(stores)
 
 
 def _chained(first: Piece, rest: Iterator[Piece]) -> Iterator[Piece]:

@@ -175,7 +175,7 @@ def profile(
     if isinstance(windows, Tensor):
         check_rows(len(windows), windows.shape[1], max(b.d_in for b in at), split)
     every = with_experts(model, at, experts)
-    found: list[Measured | MeasuredExpert] = []
+    found: list[Found] = []
     kept: list[BlockStore] = []
     groups = gathered(
         model,
@@ -206,6 +206,7 @@ def profile(
         differences |= course.ranks.joined(twin_differences(stores, measured, split))
         found += _handed_over(course, stores, measured)
         kept += whole if course.saves is None else []
+        del stores, whole, measured  # before the next ones are made
     found.sort(key=lambda m: m.record.index)  # stable: experts stay in order after their layer
     told = [m.record for m in found]
     records: list[BlockProfile] = course.ranks.share(
@@ -228,15 +229,26 @@ def profile(
         folder = course.saves.folder
         maps, features = saved_maps(folder, records)
         return Profile(records, maps, features, [], settings, experts=single)
-    blocks_found = [m for m in found if isinstance(m, Measured)]
+    mapped = [f for f in found if isinstance(f.record, BlockProfile) and f.affine is not None]
     return Profile(
         blocks=records,
-        maps={m.record.index: m.affine for m in blocks_found},
-        r2_by_feature={m.record.index: m.r2_by_feature for m in blocks_found},
+        maps={f.record.index: f.affine for f in mapped if f.affine is not None},
+        r2_by_feature={
+            f.record.index: f.r2_by_feature for f in mapped if f.r2_by_feature is not None
+        },
         stores=sorted(kept, key=lambda store: store.block.index),
         settings=settings,
         experts=single,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A record, and its map where that is kept in memory."""
+
+    record: BlockProfile | BlockExpert
+    affine: Affine | None = None
+    r2_by_feature: Tensor | None = None
 
 
 def with_experts(model: nn.Module, at: Sequence[Block], experts: str | None) -> list[Block]:
@@ -423,25 +435,25 @@ def _at_first(course: Course, stores: list[BlockStore]) -> Iterator[BlockStore]:
 
 def _handed_over(
     course: Course, stores: list[BlockStore], measured: list[Measured | MeasuredExpert]
-) -> list[Measured | MeasuredExpert]:
+) -> list[Found]:
     """What each rank measured, at the first one, which writes it if it is to be written."""
-    saves, ranks, found = course.saves, course.ranks, list[Measured | MeasuredExpert]()
+    saves, ranks, found = course.saves, course.ranks, list[Found]()
+    if saves is not None:
+        for store in _at_first(course, stores):
+            if name_of(store.block) not in saves.done:
+                saves.finish(store)
     for owner, records in enumerate(ranks.gather([m.record for m in measured])):
         for i, record in enumerate(records):
             mine = ranks.rank == owner
             parts = ranks.tensors_at_first(_parts(measured[i]) if mine else {}, owner)
             if ranks.rank:
                 continue
-            kind = Measured if isinstance(record, BlockProfile) else MeasuredExpert
-            found.append(kind(record, *_affine(parts)))
-    if saves is None:
-        return found
-    for store in _at_first(course, stores):
-        if name_of(store.block) not in saves.done:
-            saves.finish(store)
-    for m in found:
-        if m.affine is not None and m.r2_by_feature is not None:
-            write_map(saves.folder, m.record, m.affine, m.r2_by_feature)
+            if saves is None:
+                found.append(Found(record, *_affine(parts)))
+                continue
+            found.append(Found(record))  # the map is where it belongs
+            if parts:
+                write_map(saves.folder, record, *_affine(parts))
     return found
 
 

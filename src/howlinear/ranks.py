@@ -69,6 +69,14 @@ class Ranks:
             step *= 2
         return store
 
+    def collect_all(self, stores: list[BlockStore]) -> list[BlockStore]:
+        """Stores that this rank owns, with everybody's rows; the list that came is emptied."""
+        owned = []
+        for i in range(len(stores)):
+            store = self.collect(stores.pop(0), i % self.count)
+            owned += [] if store is None else [store]
+        return owned
+
     def added(self, sums: Moments) -> Moments:
         """Everybody's rows at every rank."""
         if self.count == 1:
