@@ -63,7 +63,7 @@ def slope(model, ids, repeats: int) -> None:
     ratios = []
     further = ids[8192 // LENGTH : 16384 // LENGTH]
     at, split, runner = blocks(model), Folds(5), Whole(model)
-    start = primer(next(pieces(ids, BATCH)))
+    start = primer(ids, next(pieces(ids, BATCH)))
     sinks = sink_units(model, at, lambda: runner.run(start))
     for _ in range(repeats):
         stores = [

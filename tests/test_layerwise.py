@@ -66,7 +66,7 @@ class Sneaky(torch.nn.Module):
         return self.layer(hidden_states + 3 * Sneaky.left, *args, **kwargs)
 
 
-def test_a_family_that_nobody_has_tried_is_tried(monkeypatch):
+def test_a_family_that_nobody_has_tried_is_tried(tmp_path):
     """Layers with a side door are found out; without one, an unknown family is fine."""
     model = tiny.model("llama")
     model.config.model_type = "unheard_of"
@@ -75,8 +75,10 @@ def test_a_family_that_nobody_has_tried_is_tried(monkeypatch):
     inner = [Sneaky(layer, i == 0) for i, layer in enumerate(model.model.layers)]
     model.model.layers = torch.nn.ModuleList(inner)
     at = blocks(model, r"model\.layers\.\d\.layer\.mlp")
-    with pytest.raises(ValueError, match="pass more than hidden states"):
-        profile(model, SHORT, at=at, course=Course(layerwise=True))
+    for _ in range(2):  # the second time there is nothing to go on from
+        course = Course(layerwise=True, saves=Saves(tmp_path, {}, 0.0))
+        with pytest.raises(ValueError, match="pass more than hidden states"):
+            profile(model, SHORT, at=at, course=course)
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +139,59 @@ def test_a_walk_that_was_killed_goes_on_to_the_bit(on_disk, tmp_path, dtype):
     two.saves.close()
     assert files(tmp_path / "two") == files(tmp_path / "one")
     assert {p.name for p in (tmp_path / "two").iterdir()} == {"profile.json", "moments", "maps"}
+
+
+def walked(model, folder, asked, windows=WINDOWS, stop=None, at=None):
+    saves = Saves(folder, asked, 0.0)
+    progress = killed_after(stop) if stop else None
+    course = Course(layerwise=True, saves=saves)
+    return profile(model, windows, at=at, course=course, batch_size=7, progress=progress)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "llama"])
+def test_only_what_is_missing_runs_again(name, tmp_path):
+    """Layers that return tuples too; each batch goes through each layer once, kills or not."""
+    model, runs = tiny.model(name), []
+    layers = model.get_submodule("transformer.h" if name == "gpt_neo" else "model.layers")
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda *_: runs.append(1))
+    total = len(layers) * WINDOWS.numel()
+    want = profile(model, WINDOWS)
+    runs.clear()
+    for stop in (0.3 * total, 0.8 * total, None):
+        try:
+            got = walked(model, tmp_path, {}, stop=stop)
+        except Killed:
+            assert stop
+    close(without_signals(want), without_signals(got))
+    batches = len(layers) * -(-len(WINDOWS) // 7)
+    assert batches <= len(runs) <= batches + 3 * 2 * len(layers)  # and the beginning, twice each
+
+
+def test_states_of_another_text_are_not_taken(tmp_path):
+    model, other = tiny.model("llama"), ids(len(WINDOWS), 5)
+    with pytest.raises(Killed):  # in the last layer, before any block was measured
+        walked(model, tmp_path, {"text": "a"}, stop=2.5 * WINDOWS.numel(), at="2")
+    assert (tmp_path / "partial" / "0" / "states" / "states.json").is_file()
+    (tmp_path / "progress.json").unlink(missing_ok=True)
+    got = walked(model, tmp_path, {"text": "b"}, windows=other, at="2")
+    close(without_signals(profile(model, other, at="2")), without_signals(got))
+
+
+def test_damaged_states_are_refused_by_name(tmp_path):
+    model = tiny.model("llama")
+    with pytest.raises(Killed):
+        walked(model, tmp_path, {}, stop=1.5 * WINDOWS.numel())
+    path = tmp_path / "partial" / "0" / "states" / "1.bin"
+    good = path.read_bytes()
+    flipped = bytearray(good)
+    flipped[-2000] ^= 4
+    for content in (bytes(flipped), good[:-9], b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"1\.bin is damaged"):
+            walked(model, tmp_path, {})
+    path.write_bytes(good)
+    walked(model, tmp_path, {})
+    vit = tiny.model("vit")
+    with pytest.raises(ValueError, match="pictures and sound"):
+        profile(vit, [tiny.inputs("vit")], course=Course(layerwise=True))

@@ -15,7 +15,7 @@ import torch
 
 import tiny
 from command import COMMAND
-from howlinear import blocks, profile
+from howlinear import Profile, blocks, profile
 from howlinear.passes import Course
 from howlinear.saving import Saves, read_map, read_store, read_tensors, write_tensors
 from howlinear.stores import CELL, OutNorm
@@ -39,7 +39,7 @@ WINDOWS = ids(3 * CELL // LENGTH + 5)
 def files(folder):
     """Every number of a run: blocks of profile.json, and the bytes of each tensor."""
     data = json.loads((folder / "profile.json").read_text())
-    paths = sorted(p for name in ("moments", "maps") for p in (folder / name).iterdir())
+    paths = sorted(p for name in ("moments", "maps") for p in (folder / name).glob("[!.]*"))
     tensors = {
         (path.parent.name, path.name, name): value.reshape(-1).view(torch.uint8).numpy().tobytes()
         for path in paths
@@ -151,6 +151,27 @@ def test_a_file_of_another_block_or_of_somebody_else_is_refused(llama, tmp_path)
     with pytest.raises(ValueError, match="no complete first moments"):
         read_store(tmp_path, result.blocks[0])
     assert read_tensors(path, kind="moments").keys() == state.keys()
+    good = result.stores[0].state_dict()
+    for name, odd in (
+        ("body.0.kind", torch.ones(3)),
+        ("sample.keys", torch.tensor(1)),
+        ("body.0.scalars", torch.ones(2, dtype=torch.complex64)),
+        ("body.0.shape", torch.tensor([10**13, 16, 1])),
+    ):
+        write_tensors(path, good | {name: odd}, kind="moments", block=result.blocks[0].path)
+        with pytest.raises(ValueError, match=r"0\.safetensors: "):
+            read_store(tmp_path, result.blocks[0])
+    path = tmp_path / "maps" / "0.safetensors"
+    fine = read_tensors(path)
+    for name, odd in (("rank", torch.tensor(torch.inf)), ("weight", fine["bias"])):
+        write_tensors(path, fine | {name: odd}, kind="map", block=result.blocks[0].path)
+        with pytest.raises(ValueError, match=r"0\.safetensors: "):
+            read_map(tmp_path, result.blocks[0])
+    data = json.loads((tmp_path / "profile.json").read_text())
+    for part, odd in (("experts", 5), ("experts", [5]), ("settings", []), ("blocks", {})):
+        (tmp_path / "profile.json").write_text(json.dumps(data | {part: odd}))
+        with pytest.raises(ValueError, match=r"profile\.json"):
+            Profile.load(tmp_path)
 
 
 # -- going on -------------------------------------------------------------------------------------
@@ -181,7 +202,8 @@ def test_a_pass_that_stopped_goes_on_to_the_bit(llama, tmp_path, solver, togethe
     profile(llama, WINDOWS, solver=solver, course=course(tmp_path / "one", 1e9), batch_size=7).save(
         tmp_path / "one"
     )
-    folder, stops = tmp_path / "two", 0
+    folder, stops, forwards = tmp_path / "two", 0, []
+    handle = llama.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     passes = 1 if together is None else -(-3 // together)
     while True:
         tokens = None if stops > 4 else int((stops + 0.6) / 5 * passes * WINDOWS.numel())
@@ -201,7 +223,10 @@ def test_a_pass_that_stopped_goes_on_to_the_bit(llama, tmp_path, solver, togethe
             assert not (folder / "profile.json").exists()
             kept = [p for p in (folder / "partial" / "0").iterdir() if (p / "pass.json").exists()]
             assert len(kept) == 1
+    handle.remove()
     assert stops == 5
+    # each batch once a pass, what sink units are chosen by each time, what fisher runs, and no more
+    assert passes * 15 <= len(forwards) <= passes * 15 + 6 * (passes + 5)
     result.save(folder)
     assert files(folder) == files(tmp_path / "one")
 

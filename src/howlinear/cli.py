@@ -500,7 +500,8 @@ def main() -> None:
     except (ValueError, OSError) as err:
         _fail(str(err), 2)
     except RuntimeError as err:
-        if "gloo" in str(err) or "NCCL" in str(err) or "TCPStore" in str(err):
+        kinds = {kind.__name__ for kind in type(err).__mro__}
+        if "gloo" in str(err) or "DistError" in kinds:
             _fail(f"another process is gone, this one cannot go on ({str(err)[:120]})", 1)
         if "out of memory" not in str(err).lower() and "can't allocate" not in str(err):
             raise

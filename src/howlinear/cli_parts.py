@@ -155,8 +155,7 @@ def run_model(
 
 def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name in ("family", "revision", "parameters", "weights"):
-        known = before.get(name) is not None and now[name] is not None
-        if before.get(name) != now[name] and (known or name != "weights"):  # not where offloaded
+        if before.get(name) != now[name]:
             raise ValueError(
                 f"{run} was made with another model: {name} was {before.get(name)}, "
                 f"{now['id']} has {now[name]}: profile again"
@@ -274,14 +273,19 @@ def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
         return
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder with -o")
+    if (out / "progress.json").is_file():
+        try:
+            before = records.read_json(out / "progress.json", "progress").get("asked")
+            records.check_same(out, before, records.clean(asked))
+            return
+        except ValueError:
+            if not overwrite:
+                raise
     if overwrite:
         (out / "progress.json").unlink(missing_ok=True)
         shutil.rmtree(out / "partial", ignore_errors=True)
-    if overwrite or not out.exists() or not any(p.name != "partial" for p in out.iterdir()):
-        return
-    if (out / "progress.json").is_file():
-        before = records.read_json(out / "progress.json", "progress").get("asked")
-        records.check_same(out, before, asked)
+    left = [p for p in out.iterdir() if not _trace(p)] if out.exists() else []
+    if overwrite or not left:
         return
     for kind in ("profile", "shard"):
         with contextlib.suppress(ValueError):
@@ -290,10 +294,16 @@ def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
     raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
 
 
+def _trace(path: Path) -> bool:
+    """Something that a kill at the very beginning leaves."""
+    return path.name == "partial" or (path.name.startswith(".") and path.name.endswith(".tmp"))
+
+
 def check_room(memory: int, needed: int, out: Path) -> None:
     """Refuse before hours of work what memory or disk cannot hold."""
     way_out = "lower --folds (2 at least) or measure fewer --blocks at a time"
     free = available_memory()
+    free = None if free is None else free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if free is not None and memory > free:
         raise ValueError(
             f"moments need {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: {way_out}"

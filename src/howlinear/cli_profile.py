@@ -176,6 +176,7 @@ def profile(
         "bos": bos.value,
         "seed": seed,
         "batch_size": batch_size,
+        "device": device,
         "shard": list(part),
     }
     if all_tokens and not experts:
@@ -196,6 +197,8 @@ def profile(
     from howlinear.ranks import Ranks
 
     ranks = Ranks.start()
+    if ranks.count > 1 and "-" in [source[0] for source in runs.values()]:
+        raise ValueError("several processes cannot share one stdin: save the text (--text-file)")
     elsewhere = out / "partial" / f"{ranks.rank}" / "weights" if layerwise or device_map else None
     say(f"loading {model or 'the built-in model'}")
     net, tokenizer = models.load(
@@ -226,6 +229,10 @@ def profile(
         ids = corpora.windows(text.fit, tokenizer, length, tokens=budget, bos=start)
         own = {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
         asked = settings | {"text": runs[folder]}
+        there = len(texts) > 1 and _measured(folder, asked, own["fingerprint"])
+        if ranks.share(there):
+            say(f"{folder} is there")
+            continue
         result = work.measured(
             ids,
             folder,
@@ -276,7 +283,6 @@ class _Work:
         from howlinear.passes import Course
         from howlinear.saving import Saves
 
-        together, walks = self._room(ids, folder, shard[1], ranks)
         same = about["asked"] | {
             "weights": about["model"]["weights"],
             "fingerprint": about["corpus"]["fingerprint"],
@@ -284,8 +290,13 @@ class _Work:
             "howlinear": howlinear.__version__,
         }
         saves = Saves(folder, same, every, ranks.rank)
+        alike = (same["fingerprint"], same["weights"], ids.shape, int(ids.sum()))
+        if any(other != alike for other in ranks.gather(alike)):
+            raise ValueError("the processes have read different texts or models: give all the same")
         if saves.begun:
             say(f"going on from what {folder} holds")
+        saves.together, walks = self._room(ids, folder, shard[1], ranks, saves)
+        together = saves.together
         course = Course(shard, ranks, layerwise=self.layerwise, together=together, saves=saves)
         own = {"at": self.at, "batch_size": self.batch_size, "course": course}
         how: dict[str, Any] = {**self.how, **own}
@@ -319,7 +330,9 @@ class _Work:
         saves.close()
         return result
 
-    def _room(self, ids: Any, folder: Path, parts: int, ranks: Any) -> tuple[int | None, int]:
+    def _room(
+        self, ids: Any, folder: Path, parts: int, ranks: Any, saves: Any
+    ) -> tuple[int | None, int]:
         """Say what it takes; how many blocks fit into memory at once, None for all, and how often
         each window is run."""
         from howlinear.costs import most_together, profile_cost
@@ -332,6 +345,8 @@ class _Work:
         if free is not None and not self.layerwise:
             free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             most = most_together(every, count, self.folds, solver, free)
+        if saves.begun:  # in the groups that it began with
+            most = saves.together or len(every)
         most = min(ranks.gather(most or 0)) or None  # all ranks read the same groups
         cost = profile_cost(
             self.net,
@@ -394,6 +409,18 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
         layerwise=settings["layerwise"],
     )
     print(records.dumps(cost.to_dict()) if as_json else "\n".join(cost.lines()))
+
+
+def _measured(folder: Path, asked: dict[str, Any], fingerprint: str) -> bool:
+    """Is the run of one of several texts complete already?"""
+    from howlinear import records
+
+    try:
+        found = records.read_json(folder / "profile.json", "profile")
+    except ValueError:
+        return False
+    same = found.get("corpus", {}).get("fingerprint") == fingerprint
+    return same and found.get("asked") == records.clean(asked)
 
 
 def shard_of(text: str | None) -> tuple[int, int]:

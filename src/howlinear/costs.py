@@ -33,6 +33,7 @@ class Cost:
     activations: int  # of one batch, about
     kept: int  # disk: the run's moments and maps
     states: int  # disk: hidden states between layers, while it runs
+    saves: int  # disk: the last save and the next of what is measured at once, while it runs
     passes: int  # over the text
     walks: int  # how often each window is run: passes, or layers one by one
     forward: int  # multiply-adds of the model, without its head
@@ -45,7 +46,7 @@ class Cost:
 
     @property
     def disk(self) -> int:
-        return self.kept + self.states
+        return self.kept + self.states + self.saves
 
     @property
     def multiply_adds(self) -> int:
@@ -53,13 +54,14 @@ class Cost:
 
     def lines(self) -> list[str]:
         """For people."""
-        states = f" + {size(self.states)} of hidden states while it runs" if self.states else ""
+        states = f", hidden states {size(self.states)}" if self.states else ""
         passes = f" in {self.passes} passes over the text" if self.passes > 1 else ""
         return [
             f"{self.tokens} tokens, {_count(self.parameters)} parameters",
             f"memory {size(self.memory)}: weights {size(self.weights)}, moments "
             f"{size(self.moments)}, activations about {size(self.activations)}",
-            f"disk {size(self.disk)}: moments and maps {size(self.kept)}{states}",
+            f"disk {size(self.kept)} for moments and maps, {size(self.disk)} while it runs (saves "
+            f"{size(self.saves)}{states})",
             f"work {self.multiply_adds:.1e} multiply-adds{passes}: model {self.forward:.1e}, sums "
             f"{self.sums:.1e}, solving about {self.solving:.1e}",
         ]
@@ -112,6 +114,7 @@ def profile_cost(
         activations=item * batch_size * length * (8 * width + 3 * inner),
         kept=needs(at, windows, folds, solver).disk,
         states=2 * item * tokens * width if layerwise else 0,
+        saves=2 * max(needs(group, windows, folds, solver).disk for group in groups),
         passes=passes,
         walks=1 + max(where[b] for b in at) if layerwise else passes,
         forward=passes * _forward(model, tokens, length),
@@ -126,7 +129,8 @@ def most_together(
     """How many blocks' moments fit into memory at once; None if not even one's."""
     for passes in range(1, len(at) + 1):
         count = -(-len(at) // passes)
-        if needs(at[:count], windows, folds, solver).memory <= memory:
+        groups = (at[i : i + count] for i in range(0, len(at), count))
+        if max(needs(group, windows, folds, solver).memory for group in groups) <= memory:
             return count
     return None
 

@@ -9,7 +9,7 @@ refused with what differs.
 
 from __future__ import annotations
 
-import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +18,15 @@ from typing import Any
 from howlinear.measuring import measure, measure_expert
 from howlinear.profiling import Profile, check_store, twin_differences
 from howlinear.records import BlockExpert, BlockProfile, read_json
-from howlinear.saving import forget, read_store, saved_maps, write_map, write_store
-from howlinear.stores import BlockStore, Folds, RowSplit, Split
+from howlinear.saving import (
+    forget,
+    read_store,
+    saved_maps,
+    start_again,
+    write_map,
+    write_store,
+)
+from howlinear.stores import BlockStore, Folds, RowSplit, Split, name_of
 
 # what must be the same: (part of the head, names in it)
 MODEL = ("family", "revision", "parameters", "dtype", "quantization", "weights")
@@ -56,6 +63,7 @@ class Head:
         if not all(isinstance(part, dict) for part in parts) or not isinstance(listed, list):
             raise ValueError(f"{folder / kind}.json lacks model, corpus, settings or blocks")
         names = ("index", "path", "d_in", "d_out")
+        problem = f"{folder / kind}.json: its settings or blocks are damaged"
         try:
             listed = [*listed, *data.get("experts", [])]
             blocks = [
@@ -63,15 +71,22 @@ class Head:
                 for b in listed
             ]
         except (KeyError, TypeError, AttributeError):
-            raise ValueError(f"{folder / kind}.json: its blocks are damaged") from None
+            raise ValueError(problem) from None
         for b in blocks:
             numbers = all(type(n) is int and n >= 0 for n in (b.index, b.d_in, b.d_out))
-            if (
-                not numbers
-                or not isinstance(b.path, str)
-                or not re.fullmatch(r"\w*", str(b.expert))
-            ):
-                raise ValueError(f"{folder / kind}.json: its blocks are damaged")
+            if not numbers or not isinstance(b.path, str) or not isinstance(b.expert, str):
+                raise ValueError(problem)
+        settings, text = data["settings"], data["corpus"].get("fingerprint")
+        shard = settings.get("shard") or [0, 1]
+        counts = [settings.get("tokens"), settings.get("read", 0)]
+        fine = isinstance(shard, list) and len(shard) == 2 and all(type(n) is int for n in shard)
+        fine = fine and 0 <= shard[0] < shard[1] and all(type(n) is int for n in counts)
+        if (
+            not fine
+            or not isinstance(text, str | None)
+            or len(set(map(name_of, blocks))) < len(blocks)
+        ):
+            raise ValueError(problem)
         return cls(folder, data, blocks)
 
     @property
@@ -109,26 +124,33 @@ def merge_runs(
         settings.pop(name, None)
     folds = settings.get("folds")
     split: Split = Folds(folds) if type(folds) is int else RowSplit(settings["tokens"])
-    forget(out)
+    part = out.with_name(f".{out.name}.part")  # the whole is there, or nothing of it
+    shutil.rmtree(part, ignore_errors=True)
     records: list[BlockProfile] = []
     experts: list[BlockExpert] = []
     differences: dict[int, float] = {}
     for b in heads[0].blocks:
         store = _added(heads, b, notes)
-        write_store(out, store)
+        write_store(part, store)
         if b.expert:
             found = measure_expert(store, split, settings["tokens"])
             experts.append(found.record)
             if found.affine is not None and found.r2_by_feature is not None:
-                write_map(out, found.record, found.affine, found.r2_by_feature)
+                write_map(part, found.record, found.affine, found.r2_by_feature)
             continue
         check_store(store, split)
         measured = measure(store, split)
-        write_map(out, measured.record, measured.affine, measured.r2_by_feature)
+        write_map(part, measured.record, measured.affine, measured.r2_by_feature)
         records.append(measured.record)
         differences |= twin_differences([store], [measured], split)
         if progress is not None:
             progress(1)
+    out.mkdir(parents=True, exist_ok=True)
+    forget(out)
+    start_again(out)
+    for name in ("moments", "maps"):
+        (part / name).rename(out / name)
+    part.rmdir()
     maps, features = saved_maps(out, records)
     settings["precision_difference"] = differences or None
     return Profile(records, maps, features, [], settings, _about(heads, notes), experts)
@@ -145,11 +167,10 @@ def check_addable(heads: Sequence[Head]) -> None:
                 raise ValueError(
                     f"{other.folder} and {first.folder} do not add up: {name} is {two} and {one}"
                 )
-        odd = [
-            b for b in [*first.blocks, *other.blocks] if (b in first.blocks) != (b in other.blocks)
-        ]
+        one_has, two_has = set(first.blocks), set(other.blocks)
+        odd = [b for b in [*first.blocks, *other.blocks] if (b in one_has) != (b in two_has)]
         if odd:
-            which = first.folder if odd[0] in first.blocks else other.folder
+            which = first.folder if odd[0] in one_has else other.folder
             raise ValueError(
                 f"{other.folder} and {first.folder} do not add up: only {which} has block "
                 f"{odd[0].index} ({odd[0].path}, {odd[0].d_in} to {odd[0].d_out})"
@@ -194,7 +215,7 @@ def _added(heads: Sequence[Head], block: Piece, notes: list[str]) -> BlockStore:
         total, more = _with_units_in_common(total, more, notes)
         care = total.known.care
         if care is not None and more.known.care is not None:
-            care = care + (more.known.care - care) * (more.n / (weight + more.n))
+            care = care + (more.known.care - care) * (more.n / max(weight + more.n, 1))
         weight += more.n
         try:
             total.merge(more)

@@ -118,8 +118,6 @@ def skeleton(
 
 def describe(model: Any, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
     """What to print beside every number: id, revision, family, dtype, quantization, parameters."""
-    from howlinear.offload import is_offloaded
-
     config, quantization = model.config, None
     if name is None:
         quantization = ggufs.file_type(builtin_path())
@@ -137,16 +135,18 @@ def describe(model: Any, name: str | None = None, revision: str | None = None) -
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": quantization,
         "parameters": sum(p.numel() for p in model.parameters()),  # tied weights count once
-        "weights": None if is_offloaded(model) else _fingerprint(model),
+        "weights": _fingerprint(model),
     }
 
 
 def _fingerprint(model: Any) -> str:
     """A hash of every weight's name, shape and a few of its values: is this the same model?"""
+    from howlinear.offload import some_values
+
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // 64)].float().cpu()
+        count = parameter.numel()
+        some = some_values(model, name, parameter, list(range(0, count, max(1, count // 64))))
         found.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
     return found.hexdigest()[:16]
 

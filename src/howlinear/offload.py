@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -65,3 +65,22 @@ def _hooks(module: nn.Module) -> list[Any]:
     found: Any = getattr(module, "_hf_hook", None)
     every = getattr(found, "hooks", [found])
     return [hook for hook in every if hasattr(hook, "offload") and hasattr(hook, "weights_map")]
+
+
+def some_values(model: nn.Module, name: str, parameter: nn.Parameter, at: list[int]) -> Tensor:
+    """A few elements of a parameter by their places in it, from wherever it is kept."""
+    if parameter.device.type != "meta":
+        return parameter.detach().reshape(-1)[at].float().cpu()
+    path, _, own = name.rpartition(".")
+    hooks = [h for h in _hooks(model.get_submodule(path)) if h.offload]
+    kept = hooks[0].weights_map
+    entry = getattr(getattr(kept, "dataset", None), "index", {}).get(name, {})
+    if "safetensors_file" not in entry or parameter.dim() < 1:
+        return kept[own].detach().reshape(-1)[at].float().cpu()
+    from safetensors import safe_open
+
+    row = parameter[0].numel() if parameter.dim() > 1 else 1
+    with safe_open(entry["safetensors_file"], "pt") as file:
+        rows = file.get_slice(entry.get("weight_name", name))
+        found = [rows[k // row : k // row + 1].reshape(-1)[k % row] for k in at]
+    return torch.stack(found).to(parameter.dtype).float()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,9 +84,9 @@ def pieces(windows: Windows, batch_size: int) -> Iterator[Piece]:
         tokens += len(main) * length
 
 
-def primer(first: Piece) -> dict[str, Tensor]:
+def primer(windows: Windows, first: Piece) -> dict[str, Tensor]:
     """The beginning of a text: the same few tokens for whoever reads whichever part of it."""
-    inputs = first.inputs
+    inputs = {"input_ids": windows} if isinstance(windows, Tensor) else first.inputs
     plain = all(v.dim() == 2 and not v.is_floating_point() for v in inputs.values())
     if not plain or any("mask" in name for name in inputs):
         return inputs
@@ -149,7 +150,8 @@ def collected(
         start = next(source, None)
         if start is None:
             raise ValueError("the text is empty: there is no window to read")
-        stores = make(group, lambda start=start: runner.run(primer(start)))  # type: ignore[misc]
+        beginning = primer(windows, start)
+        stores = make(group, partial(runner.run, beginning))
         mine = (p for p in _chained(start, source) if course.mine(p.number))
         _read(runner, mine, stores, split, course.saves, all_tokens, progress)
         yield course.ranks.collect_all(stores)

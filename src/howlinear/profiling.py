@@ -38,7 +38,7 @@ from howlinear.records import (
     summarise,
     write_json,
 )
-from howlinear.saving import Saved, forget, saved_maps, write_map, write_store
+from howlinear.saving import Saved, Saves, forget, saved_maps, start_again, write_map, write_store
 from howlinear.stores import (
     SOLVERS,
     BlockStore,
@@ -121,6 +121,7 @@ class Profile:
         if not (isinstance(self.maps, Saved) and self.maps.folder == folder):  # else they are there
             folder.mkdir(parents=True, exist_ok=True)
             forget(folder)
+            start_again(folder)
             for store in self.stores:
                 write_store(folder, store)
             for b in self.blocks:
@@ -135,14 +136,15 @@ class Profile:
         listed = data.pop("blocks", None)
         if not isinstance(listed, list) or not all(isinstance(b, dict) for b in listed):
             raise ValueError(f"{folder / 'profile.json'} lists no blocks")
-        single = data.pop("experts", [])
+        single, settings = data.pop("experts", []), data.pop("settings", {})
         try:
             records = [BlockProfile.from_dict(b) for b in listed]
             experts = [BlockExpert.from_dict(e) for e in single]
-        except ValueError as err:
+            if not isinstance(settings, dict):
+                raise ValueError("settings are not as expected")
+        except (ValueError, TypeError, AttributeError) as err:
             raise ValueError(f"{folder / 'profile.json'}: {err}") from None
         maps, features = saved_maps(folder, records)
-        settings = data.pop("settings", {})
         about = {k: v for k, v in data.items() if k not in ("kind", "schema", "summary", "notes")}
         return cls(records, maps, features, [], settings, about, experts)
 
@@ -194,8 +196,7 @@ def profile(
     differences: dict[int, float] = {}
     for stores in groups:
         whole = [store for store in stores if not is_expert(store)]
-        for store in whole:
-            check_store(store, split)
+        _check_stores(whole, split)
         rows = max([rows, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
 
         def work(store: BlockStore, tokens: int = rows) -> Measured | MeasuredExpert:
@@ -315,12 +316,8 @@ def profile_shard(
         progress=progress,
     )
     for stores in groups:
-        for store in _at_first(course, stores):
-            b = store.block
-            if name_of(b) not in course.saves.done:
-                course.saves.finish(store)
-            place = {name: getattr(b, name) for name in ("index", "path", "d_in", "d_out")}
-            found.append({**place, "expert": getattr(b, "expert", ""), "rows": store.n})
+        found += [_finished(course.saves, store) for store in _at_first(course, stores)]
+        del stores  # before the next ones are made
     found.sort(key=lambda b: int(b["index"]))
     read = [p.tokens for p in pieces(windows, batch_size) if course.here(p.number)]
     settings = {
@@ -333,6 +330,15 @@ def profile_shard(
         "shard": list(course.shard),
     }
     return Shard(found, settings)
+
+
+def _finished(saves: Saves, store: BlockStore) -> dict[str, Any]:
+    """Write a store where it stays; what shard.json says of it."""
+    if name_of(store.block) not in saves.done:
+        saves.finish(store)
+    names = ("index", "path", "d_in", "d_out")
+    place = {name: getattr(store.block, name) for name in names}
+    return {**place, "expert": getattr(store.block, "expert", ""), "rows": store.n}
 
 
 def gathered(
@@ -367,7 +373,8 @@ def gathered(
     checked = (whole[0], whole[len(whole) // 2], whole[-1])
 
     def make(group: Sequence[Block], run: Callable[[], Any]) -> list[BlockStore]:
-        sinks = sink_units(model, [b for b in group if not b.expert], run)
+        # on unlike machines a tie may be broken otherwise: what the first one says holds
+        sinks = course.ranks.share(sink_units(model, [b for b in group if not b.expert], run))
         known = [
             Known(seen=False)
             if b.expert
@@ -440,8 +447,7 @@ def _handed_over(
     saves, ranks, found = course.saves, course.ranks, list[Found]()
     if saves is not None:
         for store in _at_first(course, stores):
-            if name_of(store.block) not in saves.done:
-                saves.finish(store)
+            _finished(saves, store)
     for owner, records in enumerate(ranks.gather([m.record for m in measured])):
         for i, record in enumerate(records):
             mine = ranks.rank == owner
@@ -482,6 +488,11 @@ def split_of(protocol: str, folds: int, windows: Windows) -> Split:
     if not isinstance(windows, Tensor):
         raise ValueError("the paper protocol needs all windows at once: a LongTensor (n, length)")
     return RowSplit(windows.numel())
+
+
+def _check_stores(stores: Sequence[BlockStore], split: Split) -> None:
+    for store in stores:
+        check_store(store, split)
 
 
 def check_store(store: BlockStore, split: Split) -> None:

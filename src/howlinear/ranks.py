@@ -51,6 +51,7 @@ class Ranks:
 
     def stop(self) -> None:
         if self.count > 1 and dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still talks
             dist.destroy_process_group()
 
     def mine(self, number: int) -> bool:

@@ -82,8 +82,7 @@ def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:
             said = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, AttributeError) as err:
-        line = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise ValueError(f"{path} is not a readable safetensors file: {line}") from None
+        raise ValueError(f"{path} is not a readable safetensors file: {_line(err)}") from None
     checksum = said.pop("crc32", None)
     if checksum is None:
         raise ValueError(f"{path} was not written by howlinear: it has no checksum")
@@ -93,6 +92,10 @@ def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:
         if said.get(name) != value:
             raise ValueError(f"{path} is of another {name}: {said.get(name)}, expected {value}")
     return tensors
+
+
+def _line(err: Exception) -> str:
+    return str(err).splitlines()[0] if str(err) else type(err).__name__
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
@@ -119,8 +122,8 @@ def read_store(folder: str | Path, block: Place, device: Any = "cpu") -> BlockSt
     state = read_tensors(path, kind="moments", block=block.path)
     try:
         return BlockStore.from_state(block, state, device)
-    except ValueError as err:
-        raise ValueError(f"{path}: {err}") from None
+    except Exception as err:  # a file can hold anything, down to shapes that nobody can allocate
+        raise ValueError(f"{path}: {_line(err)}") from None
 
 
 def read_moments(folder: str | Path, block: Place) -> dict[str, list[Accumulator]]:
@@ -147,6 +150,13 @@ def read_map(folder: str | Path, block: Place) -> tuple[Affine, Tensor]:
     """The saved map of a block, and the R2 of each output feature."""
     path = Path(folder) / "maps" / f"{name_of(block)}.safetensors"
     tensors = read_tensors(path, kind="map", block=block.path)
+    try:
+        return _checked_map(tensors, block)
+    except Exception as err:  # likewise
+        raise ValueError(f"{path}: {_line(err)}") from None
+
+
+def _checked_map(tensors: dict[str, Tensor], block: Place) -> tuple[Affine, Tensor]:
     shapes = {
         "weight": (block.d_out, block.d_in),
         "bias": (block.d_out,),
@@ -156,9 +166,9 @@ def read_map(folder: str | Path, block: Place) -> tuple[Affine, Tensor]:
     for name, shape in shapes.items():
         value = tensors.get(name)
         if value is None or value.shape != shape or value.is_complex():
-            raise ValueError(f"{path}: block {block.index} has no {name} {shape}")
+            raise ValueError(f"block {block.index} has no {name} {shape}")
     if not bool(tensors["weight"].isfinite().all() and tensors["bias"].isfinite().all()):
-        raise ValueError(f"{path}: block {block.index} is not finite")
+        raise ValueError(f"block {block.index} is not finite")
     weight, bias = tensors["weight"].double(), tensors["bias"].double()
     return Affine(weight, bias, int(tensors["rank"])), tensors["r2_by_feature"]
 
@@ -222,10 +232,14 @@ class Saves:
         self.folder, self.every, self.rank = Path(folder), every, rank
         self.asked, self.done = dict(asked), set[str]()
         self._last = time.monotonic()
+        self.together: int | None = None  # blocks at a time, as the pass began
+        if rank == 0:
+            self._sweep()
         if self._progress.is_file():
             before = read_json(self._progress, "progress")
-            check_same(self.folder, before.get("asked"), self.asked)
-            done = before.get("done")
+            check_same(self.folder, before.get("asked"), clean(self.asked))
+            done, together = before.get("done"), before.get("together")
+            self.together = together if type(together) is int and together > 0 else None
             self.done = (
                 {name for name in done if isinstance(name, str)}
                 if isinstance(done, list)
@@ -253,7 +267,14 @@ class Saves:
 
     def _write(self) -> None:
         about = {"kind": "progress", "schema": SCHEMA, "asked": self.asked}
+        about |= {"together": self.together}
         write_json(self._progress, {**about, "done": sorted(self.done)})
+
+    def _sweep(self) -> None:
+        """Remove what a kill in the middle of a write left behind."""
+        for folder in (self.folder, self.folder / "moments", self.folder / "maps"):
+            for path in folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
 
     def resume(self, stores: Sequence[BlockStore]) -> int:
         """Fill fresh stores from the last save of a pass over the same blocks; batches done."""
@@ -267,8 +288,8 @@ class Saves:
                 state = read_tensors(path, kind="moments", block=store.block.path)
                 try:
                     store.take(state)
-                except ValueError as err:
-                    raise ValueError(f"{path}: {err}") from None
+                except Exception as err:
+                    raise ValueError(f"{path}: {_line(err)}") from None
             return int(said["batches"])
         return 0
 
