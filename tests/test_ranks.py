@@ -60,10 +60,10 @@ def test_batches_are_dealt_out_once():
 
 def test_the_command_writes_once_and_a_dead_rank_ends_the_job(tmp_path):
     model = Path(__file__).parent / "models" / "llama"
-    args = ["profile", str(model), "--max-length", "64", "--blocks", "0-1", "--save-every", "0"]
+    args = ["profile", str(model), "--max-length", "64", "--blocks", "0-1"]
     job = [*TORCHRUN, "--nproc-per-node=2", "-m", "howlinear", *args, "-o", str(tmp_path / "run")]
     with subprocess.Popen(
-        [*job, "--tokens", "4000000"], stderr=subprocess.PIPE, text=True, env=ENV
+        [*job, "--tokens", "400000"], stderr=subprocess.PIPE, text=True, env=ENV
     ) as process:
         for line in process.stderr:
             if "tokens to run" in line:
@@ -76,9 +76,7 @@ def test_the_command_writes_once_and_a_dead_rank_ends_the_job(tmp_path):
         assert process.wait(60) != 0
     assert re.search(r"exitcode\s*: -9", told)
     assert not (tmp_path / "run" / "profile.json").exists()
-    done = subprocess.run(
-        [*job, "--tokens", "8192", "--overwrite"], capture_output=True, text=True, env=ENV
-    )
+    done = subprocess.run([*job, "--tokens", "8192"], capture_output=True, text=True, env=ENV)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("results in") == 1
     assert done.stderr.count("loading") == 1

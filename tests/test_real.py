@@ -1,5 +1,7 @@
 """Real weights and real text: our numbers beside an independent float64 least squares."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,10 @@ from howlinear import blocks, load, profile, windows
 pytestmark = pytest.mark.real
 
 
+class Enough(Exception):  # noqa: N818
+    """The last module has been heard: the rest of a forward is time."""
+
+
 def rows_of(model, paths, ids):
     """(x, y) of modules by plain hooks in a plain forward: (n, d) each, float32."""
     seen = {path: [] for path in paths}
@@ -17,6 +23,8 @@ def rows_of(model, paths, ids):
     def listen(path):
         def hook(_, args, out):
             seen[path].append((args[0].flatten(0, 1).clone(), out.flatten(0, 1).clone()))
+            if path == paths[-1]:
+                raise Enough
 
         return hook
 
@@ -24,7 +32,8 @@ def rows_of(model, paths, ids):
     try:
         with torch.no_grad():
             for batch in ids.split(8):
-                model.base_model(batch)
+                with contextlib.suppress(Enough):
+                    model.base_model(batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -34,8 +43,14 @@ def rows_of(model, paths, ids):
     }
 
 
+def by_qr(x, y):
+    """Least squares of full rank by Householder reflections: no sums of squares anywhere."""
+    Q, R = np.linalg.qr(x)
+    return np.linalg.solve(R, Q.T @ y)
+
+
 def independent(x, y, cond=None):
-    """The paper's numbers by scipy: (r2_scalar, r2, per-feature median).
+    """The paper's numbers by numpy and scipy: (r2_scalar, r2, per-feature median).
 
     With `cond`, singular values of the scaled, centred inputs below it are left out.
     """
@@ -43,8 +58,10 @@ def independent(x, y, cond=None):
     x, y = x.astype(np.float64), y.astype(np.float64)
     mean, sd = x[:cut].mean(0), x[:cut].std(0)
     ones = np.column_stack([(x - mean) / sd, np.ones(len(x))])
-    driver = "gelsy" if cond is None else "gelsd"
-    B = lstsq(ones[:cut], y[:cut], cond=cond, lapack_driver=driver, check_finite=False)[0]
+    if cond is None:
+        B = by_qr(ones[:cut], y[:cut])
+    else:
+        B = lstsq(ones[:cut], y[:cut], cond=cond, lapack_driver="gelsd", check_finite=False)[0]
     v = y[cut:]
     res, tot = ((v - ones[cut:] @ B) ** 2).sum(0), ((v - v.mean(0)) ** 2).sum(0)
     scalar = 1 - res.sum() / ((v - v.mean()) ** 2).sum()
@@ -52,17 +69,17 @@ def independent(x, y, cond=None):
 
 
 def test_paper_protocol_is_independent_least_squares(builtin, wikitext):
-    """Eight blocks from first to last, sinks and high conditions among them."""
+    """Four blocks of the first half, sinks and high conditions among them."""
     model, tokenizer = builtin
     ids = windows(wikitext.fit, tokenizer, 128, tokens=15_000, bos="never")
     assert ids.shape == (117, 128)
-    which = (0, 2, 5, 11, 15, 20, 28, 29)
+    which = (0, 5, 11, 15)
     paths = [f"model.layers.{i}.mlp" for i in which]
     result = profile(model, ids, at=",".join(map(str, which)), protocol="paper")
     rows = rows_of(model, paths, ids)
     found = {b.index: b for b in result.blocks}
     assert [b.path for b in result.blocks] == paths
-    bodies = {i: body_r2(*rows[f"model.layers.{i}.mlp"]) for i in (11, 15, 28)}
+    bodies = {i: body_r2(*rows[f"model.layers.{i}.mlp"]) for i in (11, 15)}
     for b in result.blocks:
         expected = independent(*rows.pop(b.path))
         got = (b.r2_scalar, b.r2, b.r2_feature["median"])
@@ -77,12 +94,12 @@ def test_paper_protocol_is_independent_least_squares(builtin, wikitext):
 
 
 def body_r2(x, y):
-    """R2 of the same split, first positions left out, by scipy."""
+    """R2 of the same split, first positions left out, by numpy."""
     first = np.arange(len(x)) % 128 == 0
     fit = np.arange(len(x)) < int(0.8 * len(x))
     ones = np.column_stack([x, np.ones(len(x))]).astype(np.float64)
     y = y.astype(np.float64)
-    B = lstsq(ones[fit & ~first], y[fit & ~first], lapack_driver="gelsy")[0]
+    B = by_qr(ones[fit & ~first], y[fit & ~first])
     u, v = ones[~fit & ~first], y[~fit & ~first]
     return 1 - ((v - u @ B) ** 2).sum() / ((v - v.mean(0)) ** 2).sum()
 

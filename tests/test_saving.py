@@ -249,10 +249,10 @@ def test_settings_that_changed_are_named(llama, tmp_path):
 def test_kill_at_random_moments(tmp_path):
     """Real processes, kill -9 at any moment of their lives: the same run in the end, to the bit.
 
-    HOWLINEAR_KILLS=20 tries twenty moments; the suite has time for two.
+    HOWLINEAR_KILLS=20 tries twenty moments; the suite has time for one.
     """
     model = Path(__file__).parent / "models" / "llama"
-    args = ["profile", str(model), "--tokens", "12288", "--max-length", "128", "--batch-size", "4"]
+    args = ["profile", str(model), "--tokens", "8192", "--max-length", "128", "--batch-size", "4"]
     args += ["--blocks", "0-3", "--save-every", "0"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -264,7 +264,7 @@ def test_kill_at_random_moments(tmp_path):
     assert start(tmp_path / "one").wait() == 0
     life, rng, want = time.monotonic() - began, random.Random(0), files(tmp_path / "one")
     left = []
-    for trial in range(int(os.environ.get("HOWLINEAR_KILLS", "2"))):
+    for trial in range(int(os.environ.get("HOWLINEAR_KILLS", "1"))):
         folder = tmp_path / f"{trial}"
         process = start(folder)
         time.sleep(rng.uniform(0.5, 1) * life)  # the first half goes into loading
