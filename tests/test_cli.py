@@ -78,7 +78,7 @@ def test_some_blocks_by_index_or_path(minilm, tmp_path, here):
     assert one == two
 
 
-def test_text_from_a_file_and_from_stdin(minilm, wikitext, tmp_path):
+def test_text_from_a_file_and_from_stdin(minilm, wikitext, tmp_path, here):
     text = wikitext.fit[:60_000]
     (tmp_path / "text.txt").write_text(text)
     common = (
@@ -92,7 +92,7 @@ def test_text_from_a_file_and_from_stdin(minilm, wikitext, tmp_path):
         "--blocks",
         "0",
     )
-    one = run(*common, "--text-file", tmp_path / "text.txt", "-o", tmp_path / "a")
+    one = here(*common, "--text-file", tmp_path / "text.txt", "-o", tmp_path / "a")
     two = run(*common, "--text-file", "-", "-o", tmp_path / "b", input=text)
     one, two = json.loads(one.stdout), json.loads(two.stdout)
     assert one["blocks"] == two["blocks"]

@@ -262,10 +262,10 @@ def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_p
     """Blocks 11 and 28, which plain least squares wrecks; fitted on train, chosen on valid."""
     model, tokenizer = builtin
     at = blocks(model, "11,28")
-    fit = windows(wikitext.fit, tokenizer, 128, tokens=8_000)
+    fit = windows(wikitext.fit, tokenizer, 128, tokens=5_000)
     profile(model, fit, at=at, folds=2).save(tmp_path)
-    choose = windows(wikitext.choose(), tokenizer, 128, tokens=768)
-    report = windows(wikitext.report(), tokenizer, 128, tokens=1024)
+    choose = windows(wikitext.choose(), tokenizer, 128, tokens=512)
+    report = windows(wikitext.report(), tokenizer, 128, tokens=896)
     got = measure_swaps(model, tmp_path, choose=choose, report=report)
     eleven, last = got.blocks
     assert eleven.units[0] == 1229
