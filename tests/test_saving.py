@@ -257,21 +257,27 @@ def test_kill_at_random_moments(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(folder):
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
-        return subprocess.Popen([*COMMAND, *args, "-o", str(folder)], **quiet)
+        """A process that has begun to read."""
+        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": env}
+        process = subprocess.Popen([*COMMAND, *args, "-o", str(folder)], **how)
+        assert any("tokens to run" in line for line in process.stderr)
+        return process
 
-    began = time.monotonic()
-    assert start(tmp_path / "one").wait() == 0
+    def ended(process):
+        process.stderr.read()
+        return process.wait()
+
+    process, began = start(tmp_path / "one"), time.monotonic()
+    assert ended(process) == 0
     life, rng, want = time.monotonic() - began, random.Random(0), files(tmp_path / "one")
     left = []
     for trial in range(int(os.environ.get("HOWLINEAR_KILLS", "1"))):
         folder = tmp_path / f"{trial}"
         process = start(folder)
-        time.sleep(rng.uniform(0.5, 1) * life)  # the first half goes into loading
+        time.sleep(rng.uniform(0, 0.9) * life)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        left.append(sorted(p.name for p in folder.iterdir()) if folder.exists() else [])
-        assert start(folder).wait() == 0
+        left.append((ended(process), sorted(p.name for p in folder.glob("*"))))
+        assert ended(start(folder)) == 0
         assert files(folder) == want
         assert {p.name for p in folder.iterdir()} == {"profile.json", "moments", "maps"}
     print("\n".join(map(str, left)))  # what the kills left behind
