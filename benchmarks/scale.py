@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -70,10 +69,14 @@ class Peak(threading.Thread):
 
     def run(self) -> None:
         while True:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            now = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-            self.own = max(self.own, 1024 * now)
+            self.own = max(self.own, status("RssAnon"))
             time.sleep(0.02)
+
+
+def status(name: str) -> int:
+    """Bytes of one kind of memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def deep(folder: str, layerwise: str, out: Path) -> None:
@@ -92,7 +95,7 @@ def deep(folder: str, layerwise: str, out: Path) -> None:
     found = {
         "seconds": time.perf_counter() - began,
         "peak": peak.own,
-        "resident": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "resident": status("VmHWM"),  # not ru_maxrss, which begins with the parent's
         "stated": stated.memory,
         "r2": [b.r2 for b in result.blocks],
     }
