@@ -212,8 +212,7 @@ def profile(
         allow_pickle=allow_pickle,
     )
     at = howlinear.blocks(net, blocks)
-    length = fitting(net, tokenizer, max_length or (128 if paper else 512))
-    budget = tokens or (15_000 if paper else corpora.default_tokens(max(b.d_in for b in at)))
+    length, budget = _extent(net, tokenizer, at, settings)
     start = "never" if paper and bos is Bos.auto else bos.value
     about = {
         "model": models.describe(net, model, revision),
@@ -380,9 +379,19 @@ def _placed(model: str | None, layerwise: bool, device_map: DeviceMap | None) ->
     return device_map.value if device_map else None
 
 
+def _extent(net: Any, tokenizer: Any, at: Any, settings: dict[str, Any]) -> tuple[int, int]:
+    """Window length and tokens to read, as asked for or as the protocol has them."""
+    from howlinear import corpus
+
+    paper = settings["protocol"] == "paper"
+    length = fitting(net, tokenizer, settings["max_length"] or (128 if paper else 512))
+    wanted = 15_000 if paper else corpus.default_tokens(max(b.d_in for b in at))
+    return length, settings["tokens"] or wanted
+
+
 def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> None:
     """What a profile would take, by the model's configuration alone."""
-    from howlinear import corpus, models, records
+    from howlinear import models, records
     from howlinear.costs import profile_cost
     from howlinear.profiling import with_experts
 
@@ -393,11 +402,7 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
         trust_remote_code=trust_remote_code,
     )
     at = with_experts(net, howlinear.blocks(net, settings["blocks"]), settings["experts"])
-    paper = settings["protocol"] == "paper"
-    length = fitting(net, None, settings["max_length"] or (128 if paper else 512))
-    budget = settings["tokens"] or (
-        15_000 if paper else corpus.default_tokens(max(b.d_in for b in at))
-    )
+    length, budget = _extent(net, None, at, settings)
     cost = profile_cost(
         net,
         at,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -152,14 +153,9 @@ def collected(
             raise ValueError("the text is empty: there is no window to read")
         beginning = primer(windows, start)
         stores = make(group, partial(runner.run, beginning))
-        mine = (p for p in _chained(start, source) if course.mine(p.number))
+        mine = (p for p in chain([start], source) if course.mine(p.number))
         _read(runner, mine, stores, split, course.saves, all_tokens, progress)
         yield course.ranks.collect_all(stores)
-
-
-def _chained(first: Piece, rest: Iterator[Piece]) -> Iterator[Piece]:
-    yield first
-    yield from rest
 
 
 def _read(

@@ -268,7 +268,8 @@ class BlockStore:
             [SOLVERS[solver](width, block.d_out, **how) for _ in range(groups)] for _ in PARTS
         )
         self.twin: BlockStore | None = None  # in float64, to tell what mixed precision does
-        self.sample = RowSample(width, block.d_out, seed, *(() if self.known.seen else (0,)))
+        like = (width, block.d_out, seed)
+        self.sample = RowSample(*like) if self.known.seen else RowSample(*like, size=0)
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
         """Add rows of windows that begin at these token offsets of the text."""
