@@ -15,7 +15,7 @@ from mpmath import mp, mpf
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
-from howlinear.affine import effective_rank, fit, input_stats, score, solve
+from howlinear.affine import effective_rank, fit, input_stats, score, solve, spectrum
 from howlinear.moments import TSQR, Moments
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
@@ -338,3 +338,22 @@ def test_nist_digits(kind, name):
     digits = -math.log10(max(worst, 1e-15))
     print(f"{name} {kind.__name__}: {digits:.1f} correct digits")
     assert digits >= least
+
+
+def test_spectra_are_those_of_the_covariance_and_of_every_length():
+    x, y = rows(300, d_in=100)
+    x[:, 7] = x[:, 3]  # one direction that does not vary: left out
+    moments = moments_of(Moments, x, y)
+    found = input_stats(moments, 99)["input_spectrum"]
+    theirs = np.linalg.eigvalsh(np.cov(x.t().numpy()))[::-1]
+    places = [int(k) for k, _ in found]
+    assert places[0] == 1
+    assert places[-1] == 99
+    assert len(places) == len(set(places)) <= 48
+    np.testing.assert_allclose(
+        [v for _, v in found], theirs[[k - 1 for k in places]] / theirs.sum()
+    )
+    for n in (0, 1, 2, 3, 50):
+        falling = torch.arange(n, 0, -1.0)
+        assert [int(k) for k, _ in spectrum(falling)][-1:] == ([n] if n else [])
+        assert all(v == n + 1 - k for k, v in spectrum(falling))

@@ -416,7 +416,16 @@ def input_stats(moments: Rows, rank: int) -> dict[str, Any]:
         "input_condition": math.sqrt(float(values[-1]) / smallest) if smallest > 0 else math.inf,
         "input_participation": float(values.sum()) ** 2 / squares if squares > 0 else 0.0,
         "input_range": float(sd.max()) / median if median > 0 else math.inf,
+        "input_spectrum": spectrum(values.flip(0)[:rank] / values.sum()),
     }
+
+
+def spectrum(values: Tensor, points: int = 48) -> list[list[float]]:
+    """[k, value] of falling positive values at about `points` places evenly spread over log k."""
+    n = int((values > 0).sum())
+    steps = range(points if n > 1 else n)
+    places = sorted({round(n ** (i / (points - 1))) for i in steps})
+    return [[k, float(values[k - 1])] for k in places]
 
 
 def _one_minus(part: float, whole: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howlinear.affine import Affine, Score, effective_rank, input_stats, score, solve
+from howlinear.affine import Affine, Score, effective_rank, input_stats, score, solve, spectrum
 from howlinear.moments import Accumulator
 from howlinear.records import BlockExpert, BlockProfile, kind_of, safety_of
 from howlinear.stores import BlockStore, Folds, OutNorm, RowSample, Split
@@ -91,6 +91,7 @@ def measure(store: BlockStore, split: Split) -> Measured:
         n_heldout=total.n,
         rows_per_column=n_fit / block.d_in,
         fold_sums=[s.sums() for s in crossed.scores] if folds else None,
+        map_spectrum=spectrum(torch.linalg.svdvals(affine.weight)),
     )
     return Measured(record, affine, total.r2_by_feature)
 

@@ -108,6 +108,8 @@ class BlockProfile(_Record):
     n_heldout: int
     rows_per_column: float
     fold_sums: list[list[float]] | None = None
+    input_spectrum: list[list[float]] | None = None
+    map_spectrum: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)
