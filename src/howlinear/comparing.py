@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from howlinear.affine import score
-from howlinear.jackknife import Sums, jackknife, r2s
+from howlinear.jackknife import alike, jackknife, r2s, sums_of
 from howlinear.profiling import Profile
-from howlinear.records import SCHEMA, BlockProfile, pearson, spearman
+from howlinear.records import SCHEMA, BlockProfile
 from howlinear.saving import read_moments
 from howlinear.stores import PARTS
+from howlinear.words import short_names
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
         raise ValueError("one run has nothing to be compared with: name two or more")
     paths = [Path(folder) for folder in folders]
     profiles = [Profile.load(path) for path in paths]
-    names = _names(paths)
+    names = short_names(paths)
     notes = []
     if len({p.settings.get("protocol") for p in profiles}) > 1:
         notes.append("the runs follow different protocols: their numbers are not of one kind")
@@ -88,7 +89,7 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
             continue
         if [b.index for b in profiles[i].blocks] != [b.index for b in profiles[j].blocks]:
             notes.append(f"{names[i]} and {names[j]} hold blocks of different depths")
-        sums = [_sums(profiles[k]) for k in (i, j)]
+        sums = [sums_of(profiles[k].blocks) for k in (i, j)]
         paired = _same_text(profiles[i], profiles[j])
         found = alike(*sums, paired=paired)
         found["largest_shift_at"] = profiles[i].blocks[found["largest_shift_at"]].index
@@ -99,30 +100,6 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
             scored = crossed_r2(profiles[i], paths[j], profiles[j])
             crossed.append({"fit": names[i], "scored": names[j], **scored})
     return RunComparison(names, profiles, pairs, crossed, notes)
-
-
-def alike(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
-    """Correlations over depth and shifts from a to b, each with an interval."""
-
-    def shift(a: list[float], b: list[float]) -> list[float]:
-        return [v - u for u, v in zip(a, b, strict=True)]
-
-    away = shift(r2s(a), r2s(b))
-    at = max(range(len(away)), key=lambda i: abs(away[i]))
-    runs = (a, b)
-    return {
-        "paired": paired,
-        "pearson": jackknife(pearson, runs, paired=paired, correlation=True).to_dict(),
-        "spearman": jackknife(spearman, runs, paired=paired, correlation=True).to_dict(),
-        "mean_shift": jackknife(
-            lambda a, b: sum(shift(a, b)) / len(a), runs, paired=paired
-        ).to_dict(),
-        "mean_size_of_shift": jackknife(
-            lambda a, b: sum(map(abs, shift(a, b))) / len(a), runs, paired=paired
-        ).to_dict(),
-        "largest_shift": jackknife(lambda a, b: b[at] - a[at], runs, paired=paired).to_dict(),
-        "largest_shift_at": at,  # in the order of the blocks
-    }
 
 
 def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]:
@@ -144,21 +121,6 @@ def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]
 
 def _shown(b: BlockProfile) -> dict[str, Any]:
     return {"path": b.path, "r2": b.r2, "r2_se": b.r2_se, "r2_body": b.r2_body}
-
-
-def _sums(p: Profile) -> Sums:
-    """Of each block; without folds (one split, an older file) what leads to the same R2."""
-    return [b.fold_sums or [[1 - b.r2, 1.0]] for b in p.blocks]
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
-    parts = [path.absolute().parts for path in paths]
-    for n in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-n:]) for p in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise ValueError(f"{paths[0]} is named twice: name different runs")
 
 
 def _same_text(a: Profile, b: Profile) -> bool:

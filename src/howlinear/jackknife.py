@@ -17,6 +17,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
+from typing import Any
+
+from howlinear.records import BlockProfile, pearson, spearman
 
 Sums = Sequence[Sequence[Sequence[float]]]  # (blocks, folds, 2)
 Statistic = Callable[..., float | None]  # of one list of R2s a run
@@ -72,6 +75,35 @@ def jackknife(
     reach = student(min(counts) - 1) * se
     slope = 1 - value**2 if correlation else 1.0
     return Estimate(value, se * slope, back(onto(value) - reach), back(onto(value) + reach))
+
+
+def sums_of(blocks: Sequence[BlockProfile]) -> Sums:
+    """Of each block; without folds (one split, an older file) what leads to the same R2."""
+    return [b.fold_sums or [[1 - b.r2, 1.0]] for b in blocks]
+
+
+def alike(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
+    """Correlations over depth and shifts from a to b, each with an interval."""
+
+    def shift(a: list[float], b: list[float]) -> list[float]:
+        return [v - u for u, v in zip(a, b, strict=True)]
+
+    away = shift(r2s(a), r2s(b))
+    at = max(range(len(away)), key=lambda i: abs(away[i]))
+    runs = (a, b)
+    return {
+        "paired": paired,
+        "pearson": jackknife(pearson, runs, paired=paired, correlation=True).to_dict(),
+        "spearman": jackknife(spearman, runs, paired=paired, correlation=True).to_dict(),
+        "mean_shift": jackknife(
+            lambda a, b: sum(shift(a, b)) / len(a), runs, paired=paired
+        ).to_dict(),
+        "mean_size_of_shift": jackknife(
+            lambda a, b: sum(map(abs, shift(a, b))) / len(a), runs, paired=paired
+        ).to_dict(),
+        "largest_shift": jackknife(lambda a, b: b[at] - a[at], runs, paired=paired).to_dict(),
+        "largest_shift_at": at,  # in the order of the blocks
+    }
 
 
 def student(freedom: int, level: float = 0.95) -> float:

@@ -1,0 +1,139 @@
+"""The profile over depth: R2 with error bars, body and scalar; beneath it what a swap costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from howlinear.records import BlockProfile, BlockSwap
+from howlinear.report.canvas import Canvas, Panel, Scale, reach
+from howlinear.report.figure import Choice, Figure, key, looks
+from howlinear.report.runs import Run
+from howlinear.words import known, number, percent, percent_se
+
+WIDTH, LEFT, RIGHT = 780, 58, 768
+READING = (
+    "Solid: R2 with its standard error. Dashed: the same without first positions (body); where it "
+    "falls far below, what is linear is the attention sink alone. Dotted: around one scalar mean, "
+    "never below R2. Triangles at an edge lie beyond it."
+)
+COSTS = (
+    " Beneath: by how much perplexity grows when the block alone becomes its map, on a log scale "
+    "(filled), and by plain least squares without hidden units kept (open)."
+)
+
+
+def draw(runs: Sequence[Run]) -> Figure | None:
+    runs = list(runs)
+    if not any(run.blocks for run in runs):
+        return None
+    swapped = any(s.delta_nll is not None for run in runs for s in run.swaps.values())
+    canvas = Canvas(WIDTH, 470 if swapped else 330)
+    relative = len({_last(run) for run in runs if run.blocks}) > 1
+    x = across(runs, relative)
+    values = [
+        v for run in runs for b in run.blocks for v in (b.r2, b.r2_body) if known(v) is not None
+    ]
+    low = max(-0.5, min([0.0, *(float(v) for v in values if v is not None)]))
+    top = Panel(canvas, x, Scale(low, 1.0, 270, 34))
+    axis = "depth (first block 0, last block 1)" if relative else "block"
+    top.frame("" if swapped else axis, "R2")
+    for i, run in enumerate(runs):
+        _r2(top, run, i, relative)
+    entries = [
+        ("R2", "c0", "", "r2"),
+        ("body", "c0", "dash", "body"),
+        ("scalar", "c0", "dots", "scalar"),
+    ]
+    key(canvas, [(a, "muted", m, p) for a, _, m, p in entries], LEFT, 20)
+    if swapped:
+        _costs(canvas, x, runs, relative, axis)
+    several = len(runs) > 1
+    switches = (Choice("body", "body"), Choice("scalar", "scalar mean", on=not several))
+    return Figure(
+        "profile",
+        "How linear each block is, and what replacing it costs"
+        if swapped
+        else "How linear each block is",
+        READING + (COSTS if swapped else ""),
+        canvas,
+        ("run", "block", "R2", "se", "body", "scalar", "cost, nats", "se", "plain, nats"),
+        [_row(run, b) for run in runs for b in run.blocks],
+        switches,
+    )
+
+
+def across(runs: Sequence[Run], relative: bool) -> Scale:
+    deepest = max((_last(run) for run in runs), default=1)
+    end = 1.0 if relative else float(max(deepest, 1))
+    room = 0.02 * end if relative else 0.6
+    return Scale(-room, end + room, LEFT, RIGHT)
+
+
+def _last(run: Run) -> int:
+    return max((b.index for b in run.blocks), default=0)
+
+
+def _r2(panel: Panel, run: Run, i: int, relative: bool) -> None:
+    colour, shape = looks(i)
+    part = f"r{i}"
+    at = [(run.depth(b.index, relative), b) for b in run.blocks]
+    for name, mode in (("r2_scalar", "dots thin"), ("r2_body", "dash"), ("r2", "")):
+        series = name.removeprefix("r2_")
+        values = [(x, known(getattr(b, name))) for x, b in at]
+        panel.line(values, colour, mode, part=f"{part} {series}")
+    for x, b in at:
+        if b.r2_se is not None:
+            panel.whisker(x, b.r2 - b.r2_se, b.r2 + b.r2_se, colour, f"{part} r2")
+        if (body := known(b.r2_body)) is not None:
+            about = f"{run.name}, block {b.index}: body {pm(body, b.r2_body_se)}"
+            shown = {"mode": "open", "part": f"{part} body", "about": about, "size": 2.6}
+            panel.dot(x, body, colour, shape=shape, **shown)
+        about = f"{run.name}, block {b.index}: R2 {pm(b.r2, b.r2_se)}, body {number(b.r2_body)}, "
+        about += f"scalar {number(b.r2_scalar)}; {b.kind}"
+        panel.dot(x, b.r2, colour, shape=shape, part=f"{part} r2", about=about)
+
+
+def pm(value: float | None, se: float | None) -> str:
+    return number(value) + ("" if known(se) is None else f" ± {number(se)}")
+
+
+def growth(nats: float | None) -> float | None:
+    """A cost in nats as growth of perplexity, in percent."""
+    found = known(nats)
+    return None if found is None else 100 * math.expm1(min(found, 60.0))
+
+
+def _costs(canvas: Canvas, x: Scale, runs: list[Run], relative: bool, axis: str) -> None:
+    every = [s for run in runs for s in run.swaps.values()]
+    costs = [growth(c) for s in every for c in (s.delta_nll, s.delta_nll_plain)]
+    low, high = reach([c for c in costs if c is not None], log=True)
+    panel = Panel(canvas, x, Scale(max(low, 0.01), high, 425, 305, log=True))
+    panel.frame(axis, "perplexity, + %")
+    for i, run in enumerate(runs):
+        for s in run.swaps.values():
+            _cost(panel, run, i, s, run.depth(s.index, relative))
+
+
+def _cost(panel: Panel, run: Run, i: int, s: BlockSwap, x: float) -> None:
+    colour, shape = looks(i)
+    part = f"r{i}"
+    plain, cost = growth(s.delta_nll_plain), growth(s.delta_nll)
+    if plain is not None and s.units:
+        about = f"{run.name}, block {s.index}: plain least squares {percent(s.delta_nll_plain)}"
+        panel.dot(x, plain, colour, mode="open", shape=shape, part=part, about=about)
+    if cost is None:
+        return
+    if (se := known(s.delta_nll_se)) is not None:
+        ends = [growth((s.delta_nll or 0.0) + sign * se) or 0.0 for sign in (-1, 1)]
+        panel.whisker(x, ends[0], ends[1], colour, part)
+    about = f"{run.name}, block {s.index}: perplexity {percent(s.delta_nll)}"
+    about += percent_se(s.delta_nll, s.delta_nll_se)
+    about += f", {len(s.units)} hidden units kept" if s.units else ", one matrix"
+    panel.dot(x, cost, colour, shape=shape, part=part, about=about)
+
+
+def _row(run: Run, b: BlockProfile) -> tuple[object, ...]:
+    s = run.swaps.get(b.index)
+    costs = (s.delta_nll, s.delta_nll_se, s.delta_nll_plain) if s else (None, None, None)
+    return (run.name, b.index, b.r2, b.r2_se, b.r2_body, b.r2_scalar, *costs)

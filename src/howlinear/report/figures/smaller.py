@@ -1,0 +1,68 @@
+"""Smaller models: perplexity against the share of feed-forward parameters removed, by method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from howlinear.report.canvas import Canvas, Panel, Scale, reach
+from howlinear.report.figure import Figure, key, looks
+from howlinear.report.runs import Run, inside, listed
+from howlinear.words import number
+
+READING = (
+    "Every way to remove parameters that howlinear compress tried, at every size, on text that "
+    "nothing was chosen by. Lower is better; the dashed line is the model as it was. Triangles at the "
+    "edge lie beyond it."
+)
+HEIGHT = 330
+MOST = 4  # times the lowest perplexity: what lies beyond is broken, however far
+
+
+def draw(runs: Sequence[Run]) -> Figure | None:
+    tables = [(run, table) for run in runs if (table := by_method(run.compress))]
+    if not tables:
+        return None
+    canvas = Canvas(780, HEIGHT * len(tables))
+    rows: list[tuple[object, ...]] = []
+    for n, (run, table) in enumerate(tables):
+        _panel(canvas, run, table, HEIGHT * n)
+        rows += [(run.name, m, 100 * x, y, se) for m, steps in table.items() for x, y, se in steps]
+    columns = ("run", "method", "removed, %", "perplexity", "se of its change")
+    return Figure(
+        "smaller", "Perplexity against parameters removed", READING, canvas, columns, rows
+    )
+
+
+def by_method(data: dict[str, Any]) -> dict[str, list[tuple[float, float, float]]]:
+    """{method: [(share removed, perplexity, standard error of the change)]}, each by size."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for point in listed(data, "curve"):
+        x, y = inside(point, "share"), inside(point, "perplexity")
+        if x is not None and y is not None and y > 0:
+            steps = found.setdefault(str(point.get("method")), [])
+            steps.append((x, y, inside(point, "delta_ppl_se") or 0.0))
+    return {method: sorted(steps) for method, steps in found.items()}
+
+
+def _panel(canvas: Canvas, run: Run, table: dict[str, Any], top: float) -> None:
+    every = [step for steps in table.values() for step in steps]
+    base = inside(run.compress, "change", "original", "perplexity")
+    least = min([y for _, y, _ in every] + ([base] if base else []))
+    low, high = reach([min(y, MOST * least) for _, y, _ in every] + [least], log=True)
+    most = max(x for x, *_ in every)
+    x = Scale(0.0, 100 * most * 1.04 or 1.0, 58, 768)
+    panel = Panel(canvas, x, Scale(low, high, top + 280, top + 44, log=True))
+    panel.frame("feed-forward parameters removed, %", "perplexity", "")
+    if base:
+        panel.line([(x.low, base), (x.high, base)], "axis", "dash thin")
+    entries = []
+    for i, (method, steps) in enumerate(table.items()):
+        colour, shape = looks(i)
+        entries.append((method, colour, "", ""))
+        panel.line([(100 * share, y) for share, y, _ in steps], colour)
+        for share, y, se in steps:
+            panel.whisker(100 * share, max(y - se, low), y + se, colour)
+            about = f"{method}: {number(100 * share, 1)} % removed, perplexity {number(y, 2)}"
+            panel.dot(100 * share, y, colour, shape=shape, about=f"{about} ± {number(se, 2)}")
+    key(canvas, entries, 58, top + 22)

@@ -1,0 +1,187 @@
+"""Runs and figures -> one HTML page that needs nothing else.
+
+The page is whole without scripting: drawings, tables and switches are markup and CSS; the script
+adds sorting, filtering and quick hovering. Its content-security policy names the one style and the
+one script by their hashes, so that nothing else runs and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+
+from howlinear.report.blocks import block_table, filters, numbers
+from howlinear.report.canvas import Canvas, Mark
+from howlinear.report.figure import Choice, Figure, looks
+from howlinear.report.glance import answers, tiles
+from howlinear.report.guide import guide, methods
+from howlinear.report.markup import Markup, joined, json_inside, tag
+from howlinear.report.runs import Run
+from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
+from howlinear.report.svg import svg
+from howlinear.words import compact
+
+
+def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
+    script = _resource("page.js")
+    style = _style(runs, figures)
+    title = " and ".join(dict.fromkeys(run.model for run in runs))
+    head = joined(
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", f"How linear is {title}?"),
+        tag("style", Markup(style)),
+    )
+    first, others = list(figures[:1]), list(figures[1:])
+    body = joined(
+        tag("header", tag("h1", f"How linear is {title}?"), *answers(runs), _run_switches(runs)),
+        tag(
+            "main",
+            tiles(runs[0]) if len(runs) == 1 and runs[0].blocks else None,
+            *map(_section, first),
+            _tables(runs),
+            *map(_section, others),
+            guide(),
+            methods(runs),
+        ),
+        tag("footer", "Made by ", tag("code", "howlinear report"), ". This page fetches nothing."),
+        tag("div", id="tip", class_="tip", aria_hidden="true"),
+        tag("div", id="said", class_="offscreen", aria_live="polite"),
+        tag("script", json_inside(numbers(runs)), type="application/json", id="numbers"),
+        tag("script", Markup(script)),
+    )
+    html = tag("html", tag("head", head), tag("body", body), lang="en")
+    return f"<!doctype html>\n{html}\n"
+
+
+def _resource(name: str) -> str:
+    return files("howlinear.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    def sha(text: str) -> str:
+        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    return (
+        f"default-src 'none'; style-src 'sha256-{sha(style)}'; script-src 'sha256-{sha(script)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _style(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
+    rules = [
+        f":root{{color-scheme:light dark;{variables(LIGHT)}}}",
+        f"@media (prefers-color-scheme:dark){{@media screen{{:root{{{variables(DARK)}}}}}}}",
+        _resource("page.css"),
+        stylesheet(),
+    ]
+    for i in range(len(runs)):
+        rules.append(f"body:has(#on-r{i}:not(:checked)) .r{i}{{display:none}}")
+    for f in figures:
+        for c in f.switches:
+            off = f"#{f.name}:has(#{f.name}-{c.part}:not(:checked))"
+            rules.append(f"{off} .hl .{c.part}{{display:none}}")
+        for c in f.one_of:
+            off = f"#{f.name}:not(:has(#{f.name}-{c.part}:checked))"
+            rules.append(f"{off} .hl .{c.part}{{display:none}}")
+    return "\n".join(rules)
+
+
+def _run_switches(runs: Sequence[Run]) -> Markup | None:
+    if len(runs) < 2:
+        return None
+    return tag(
+        "fieldset",
+        tag("legend", "Runs"),
+        *(_switch(f"on-r{i}", run.name, True, sample=i) for i, run in enumerate(runs)),
+        class_="controls",
+    )
+
+
+def _switch(id_: str, label: str, on: bool, sample: int | None = None) -> Markup:
+    box = tag("input", type="checkbox", id=id_, checked=on, autocomplete="off")
+    return tag("label", box, None if sample is None else _sample(sample), label)
+
+
+def _sample(i: int) -> Markup:
+    """The colour and shape of a run, beside its name."""
+    colour, shape = looks(i)
+    canvas = Canvas(24, 14)
+    canvas.line([(1, 7), (23, 7)], colour)
+    canvas.marks.append(Mark("dot", ((12.0, 7.0),), colour, shape=shape))
+    drawn = svg(canvas, f"sample-{i}", f"mark of run {i + 1}")
+    return tag("span", drawn, class_="swatch", aria_hidden="true")
+
+
+def _section(f: Figure) -> Markup:
+    keys = "arrow keys walk through the values"
+    plot = tag(
+        "div",
+        svg(f.canvas, f.name, f.title),
+        class_="plot",
+        tabindex="0",
+        role="group",
+        aria_label=f"{f.title}: {keys}",
+    )
+    return tag(
+        "section",
+        tag("h2", f.title),
+        tag("p", f.reading, class_="reading"),
+        _switches(f),
+        _one_of(f),
+        tag("figure", plot),
+        tag("details", tag("summary", "Numbers"), _numbers(f), class_="numbers"),
+        id=f.name,
+    )
+
+
+def _switches(f: Figure) -> Markup | None:
+    if not f.switches:
+        return None
+    made = (_switch(f"{f.name}-{c.part}", c.label, c.on) for c in f.switches)
+    return tag("fieldset", tag("legend", "Show"), *made, class_="controls")
+
+
+def _one_of(f: Figure) -> Markup | None:
+    if not f.one_of:
+        return None
+
+    def radio(c: Choice) -> Markup:
+        told = {"name": f"{f.name}-one", "checked": c.on, "autocomplete": "off"}
+        return tag("label", tag("input", type="radio", id=f"{f.name}-{c.part}", **told), c.label)
+
+    return tag("fieldset", tag("legend", "Block"), *map(radio, f.one_of), class_="controls one")
+
+
+def _numbers(f: Figure) -> Markup:
+    head = tag("tr", *(tag("th", c, scope="col") for c in f.columns))
+    rows = (tag("tr", *map(_cell, row)) for row in f.rows)
+    table = tag("table", tag("thead", head), tag("tbody", *rows))
+    return tag(
+        "div", table, class_="wide", tabindex="0", role="region", aria_label=f"{f.title}: numbers"
+    )
+
+
+def _cell(value: object) -> Markup:
+    if isinstance(value, str):
+        return tag("td", value, class_="words")
+    return tag(
+        "td", compact(value) if isinstance(value, float) else "-" if value is None else value
+    )
+
+
+def _tables(runs: Sequence[Run]) -> Markup | None:
+    if not any(run.blocks for run in runs):
+        return None
+    return tag(
+        "section",
+        tag("h2", "Block by block: what may be replaced, and why"),
+        filters(),
+        *(block_table(run, i, several=len(runs) > 1) for i, run in enumerate(runs) if run.blocks),
+        id="blocks",
+    )

@@ -1,0 +1,98 @@
+"""What a report is made from: the files of a run folder, read and checked.
+
+    run = read_run("runs/demo")
+    run.blocks[3].r2, run.swaps[3].delta_ppl, run.gain(3)
+
+A folder has a profile, or the log of a training, or both; the rest may be missing. Files come from
+outside: what is not as expected is refused in one line, and what a nested value should have been is
+looked at before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from howlinear.records import BlockProbe, BlockProfile, BlockSwap, read_json, read_monitor
+from howlinear.words import known, short_names
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder."""
+
+    name: str
+    about: dict[str, Any] = field(default_factory=dict)  # profile.json without its blocks
+    blocks: list[BlockProfile] = field(default_factory=list)
+    swap: dict[str, Any] = field(default_factory=dict)
+    swaps: dict[int, BlockSwap] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
+    probes: dict[int, BlockProbe] = field(default_factory=dict)
+    compress: dict[str, Any] = field(default_factory=dict)
+    training: list[dict[str, Any]] = field(default_factory=list)  # rows of a monitor's log
+
+    def fact(self, *keys: str) -> Any:
+        """A value inside `about`, or None."""
+        found: Any = self.about
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    @property
+    def model(self) -> str:
+        return str(self.fact("model", "id") or self.name)
+
+    def depth(self, index: int, relative: bool) -> float:
+        """Where a block stands: its index, or from 0 to 1 beside runs of other depths."""
+        last = max((b.index for b in self.blocks), default=0)
+        return index / last if relative and last else float(index)
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Several runs, under the shortest names that tell them apart."""
+    paths = [Path(f) for f in folders]
+    names = short_names(paths) if len(paths) > 1 else [paths[0].absolute().name]
+    return [replace(read_run(path), name=n) for path, n in zip(paths, names, strict=True)]
+
+
+def read_run(folder: str | Path) -> Run:
+    folder = Path(folder)
+    parts: dict[str, Any] = {"name": folder.absolute().name}
+    if (folder / "profile.json").exists() or not (folder / "monitor.jsonl").exists():
+        parts["about"] = read_json(folder / "profile.json", "profile")
+        parts["blocks"] = _records(folder / "profile.json", parts["about"], BlockProfile)
+    for kind, record in (("swap", BlockSwap), ("probe", BlockProbe)):
+        if (folder / f"{kind}.json").exists():
+            parts[kind] = read_json(folder / f"{kind}.json", kind)
+            found = _records(folder / f"{kind}.json", parts[kind], record)
+            parts[f"{kind}s"] = {b.index: b for b in found}
+    if (folder / "compress.json").exists():
+        parts["compress"] = read_json(folder / "compress.json", "compress")
+    if (folder / "monitor.jsonl").exists():
+        _, parts["training"] = read_monitor(folder / "monitor.jsonl")
+    return Run(**parts)
+
+
+def _records(path: Path, data: dict[str, Any], record: type[Any]) -> list[Any]:
+    listed = data.pop("blocks", None)
+    if not isinstance(listed, list) or not all(isinstance(b, dict) for b in listed) or not listed:
+        raise ValueError(f"{path} lists no blocks")
+    try:
+        return [record.from_dict(b) for b in listed]
+    except (ValueError, TypeError) as err:
+        raise ValueError(f"{path}: {err}") from None
+
+
+def inside(data: Any, *keys: str) -> float | None:
+    """A finite number within nested values, or None."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return known(data)
+
+
+def listed(data: Any, key: str) -> list[dict[str, Any]]:
+    """A list of dicts within a dict; what is none of it is left out."""
+    found = data.get(key) if isinstance(data, Mapping) else None
+    return [d for d in found if isinstance(d, dict)] if isinstance(found, list) else []

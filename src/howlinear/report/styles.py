@@ -1,0 +1,79 @@
+"""Colours and strokes by name, once, for the page, for files and for matplotlib.
+
+Hues are of the Okabe-Ito palette, which the colour-blind tell apart, darkened on white and
+lightened on black until each has a contrast of 3 to 1 or more; runs differ in shape besides.
+"""
+
+from __future__ import annotations
+
+LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#1b1f24",
+    "muted": "#57606a",
+    "axis": "#6e7781",
+    "grid": "#e3e6ea",
+    "c0": "#0065a3",
+    "c1": "#c04a00",
+    "c2": "#007a58",
+    "c3": "#a8437c",
+    "c4": "#8a6000",
+    "c5": "#5a5fc0",
+}
+DARK = {
+    "paper": "#14171b",
+    "ink": "#e8eaed",
+    "muted": "#a9b1ba",
+    "axis": "#8b949e",
+    "grid": "#2d333b",
+    "c0": "#56b4e9",
+    "c1": "#ff9457",
+    "c2": "#2cc596",
+    "c3": "#e698c3",
+    "c4": "#e9c046",
+    "c5": "#a5a9ff",
+}
+RUNS = tuple(name for name in LIGHT if name.startswith("c"))
+DASHES = {"dash": (6, 3), "dots": (1.5, 3)}
+WIDTHS = {"thin": 1.0, "": 1.7}
+FONT = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
+TEXT = {"": 13.0, "small": 11.5}
+
+# dark blue to yellow, even in lightness to every eye (a few stops of cividis)
+STOPS = (
+    (0, 34, 78),
+    (50, 72, 110),
+    (98, 107, 121),
+    (149, 143, 120),
+    (207, 182, 96),
+    (254, 232, 56),
+)
+
+
+def heat(share: float) -> str:
+    """The colour of a share from 0 to 1."""
+    place = min(1.0, max(0.0, share)) * (len(STOPS) - 1)
+    i = min(int(place), len(STOPS) - 2)
+    mixed = (round(a + (place - i) * (b - a)) for a, b in zip(STOPS[i], STOPS[i + 1], strict=True))
+    return "#" + "".join(f"{c:02x}" for c in mixed)
+
+
+def variables(palette: dict[str, str]) -> str:
+    return "".join(f"--{name}:{colour};" for name, colour in palette.items())
+
+
+def stylesheet(palette: dict[str, str] | None = None) -> str:
+    """Rules for marks; colours as variables, or as they are for files that readers of all kinds open."""
+    rules = [
+        f".hl text{{font:{TEXT['']:g}px {FONT}}}",
+        f".hl .small{{font-size:{TEXT['small']:g}px}}.hl .bold{{font-weight:600}}",
+        ".hl .l{fill:none;stroke-linejoin:round}.hl .l{stroke-width:1.7}.hl .thin{stroke-width:1}",
+        ".hl .d{stroke-width:1.4}.hl .soft{opacity:.45}",
+    ]
+    rules += [f".hl .{n}{{stroke-dasharray:{a:g} {b:g}}}" for n, (a, b) in DASHES.items()]
+    for name in LIGHT:
+        colour = palette[name] if palette else f"var(--{name})"
+        rules.append(f".hl .l.{name},.hl .d.{name}{{stroke:{colour}}}")
+        rules.append(f".hl .d.{name},.hl .t.{name},.hl .b.{name}{{fill:{colour}}}")
+    paper = palette["paper"] if palette else "var(--paper)"
+    rules.append(f".hl .d.open{{fill:{paper}}}")
+    return "".join(rules)

@@ -1,0 +1,90 @@
+"""May this block be replaced? In plain words, with the numbers that say so.
+
+    word, why = verdict(block, swap)
+
+A measured swap decides where there is one; else the profile's own estimate does, and the text says
+so. The bounds are those of `safety`: below 0.03 nats a token (3 % of perplexity) a swap is called
+safe, from 0.1 (11 %) costly.
+"""
+
+from __future__ import annotations
+
+from howlinear.records import BlockProfile, BlockSwap
+from howlinear.words import known, number, percent, percent_se
+
+SAFE, COSTLY = 0.03, 0.1  # nats a token
+WORDS = ("safe", "safe with units", "some cost", "costly", "not measured")
+
+
+def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
+    """One of WORDS, and why."""
+    cost = known(s.delta_nll) if s else None
+    word, why = _estimated(b) if s is None or cost is None else _measured(s, cost)
+    return word, " ".join([why, *_remarks(b, cost)])
+
+
+def _measured(s: BlockSwap, cost: float) -> tuple[str, str]:
+    shown = f"{percent(cost)}{percent_se(cost, s.delta_nll_se)} perplexity"
+    units = len(s.units)
+    kept = f"with {units} hidden unit{'s' if units > 1 else ''} kept"
+    as_what = f"one matrix {kept} costs" if units else "one matrix costs"
+    alone = f", without {percent(s.delta_nll_plain)}" if units else ""
+    if cost < SAFE:
+        word = "safe with units" if units else "safe"
+        why = f"Safe to replace: {as_what} {shown}{alone}."
+    elif cost < COSTLY:
+        word, why = "some cost", f"Can be replaced at some cost: {as_what} {shown}{alone}."
+    else:
+        word, why = "costly", f"Costly to replace: {as_what} {shown}{alone}."
+    return word, why + _unsure(cost, known(s.delta_nll_se)) + _constant(s, cost)
+
+
+def _unsure(cost: float, se: float | None) -> str:
+    """What the standard error leaves open."""
+    if se is None:
+        return " There is no standard error: too few windows."
+    if any(cost < bound < cost + 2 * se for bound in (SAFE, COSTLY)):
+        return f" Two standard errors more would be {percent(cost + 2 * se)}: measure more tokens."
+    return ""
+
+
+def _constant(s: BlockSwap, cost: float) -> str:
+    mean = known(s.delta_nll_mean)
+    if mean is None or cost > 0.9 * mean:
+        return "" if mean is None else f" A constant does about as well ({percent(mean)})."
+    return ""
+
+
+def _estimated(b: BlockProfile) -> tuple[str, str]:
+    signal = known(b.swap_signal)
+    if signal is None:
+        return "not measured", "Not swapped, and there is no estimate: howlinear swap measures."
+    size = f"about {percent(signal)} perplexity by the profile's estimate, not yet measured"
+    if b.safety == "sink":
+        return (
+            "not measured",
+            f"As one matrix alone {size}; with its sink units kept likely far less.",
+        )
+    says = {"likely safe": "Likely safe", "some cost": "Likely some cost"}.get(
+        b.safety, "Likely costly"
+    )
+    return "not measured", f"{says}: {size}."
+
+
+def _remarks(b: BlockProfile, cost: float | None) -> list[str]:
+    """The traps that this block would lead into."""
+    found = []
+    if b.kind == "first-position only":
+        found.append(
+            f"R2 {number(b.r2, 2)} is the first position's doing: {number(b.r2_body, 2)} without it."
+        )
+    elif cost is not None and b.r2 >= 0.75 and cost >= COSTLY:
+        found.append(f"R2 {number(b.r2, 2)} promised better: the model cares about the rest.")
+    elif cost is not None and b.r2 < 0.6 and cost < SAFE:
+        found.append(f"R2 is only {number(b.r2, 2)}, but little depends on what is lost.")
+    if b.kind == "outlier-concentrated":
+        median = known(b.r2_feature.get("median"))
+        found.append(f"A few features carry R2: the median feature has {number(median, 2)}.")
+    if known(b.r2_scalar) is not None and b.r2_scalar - b.r2 >= 0.1:
+        found.append(f"The scalar mean would show {number(b.r2_scalar, 2)}.")
+    return found
