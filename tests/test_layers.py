@@ -28,13 +28,14 @@ def siblings(name):
     return {m for m in MODULES if f"howlinear.{m}" in imports(MODULES[name])}
 
 
-@pytest.mark.parametrize("name", ["moments", "affine", "records", "families", "ggufs"])
+@pytest.mark.parametrize("name", ["moments", "affine", "records", "families", "ggufs", "words"])
 def test_the_ground_floor_imports_no_sibling(name):
     assert siblings(name) == set()
 
 
 @pytest.mark.parametrize(
-    "name", ["records", "plan", "jackknife", "terminal", "cli", "cli_parts", "cli_control"]
+    "name",
+    ["records", "plan", "jackknife", "terminal", "cli", "cli_parts", "cli_control", "cli_report"],
 )
 def test_torch_is_not_needed_for_reading_results(name):
     top = {
@@ -45,6 +46,14 @@ def test_torch_is_not_needed_for_reading_results(name):
     heavy = {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
     heavy |= {n.module for n in top if isinstance(n, ast.ImportFrom)}
     assert not heavy & {"torch", "transformers", "numpy", "howlinear.profiling", "howlinear.affine"}
+
+
+def test_the_report_is_pure():
+    for path in (ROOT / "report").rglob("*.py"):
+        ours = {n for n in imports(path) if n.startswith("howlinear.")}
+        below = ("howlinear.report", "howlinear.records", "howlinear.words", "howlinear.jackknife")
+        assert not imports(path) & {"torch", "transformers", "numpy", "rich"}, path
+        assert all(n.startswith(below) for n in ours), path
 
 
 def test_nobody_imports_the_command():

@@ -84,7 +84,8 @@ def _row(run: Run, b: BlockProfile) -> Markup:
     s = run.swaps.get(b.index)
     word, why = verdict(b, s)
     named = tag("td", b.index, tag("br"), tag("code", b.path), data_v=b.index)
-    cells = [named, tag("td", tag("b", word), tag("br"), why, class_="words why")]
+    told = joined(tag("b", word), tag("br"), why)
+    cells = [named, tag("td", told, class_="words why", data_v=WORDS.index(word))]
     for _, make in COLUMNS.values():
         shown, value = make(b, s)
         cells.append(tag("td", shown, data_v="" if value is None else repr(value)))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run, inside
-from howlinear.report.verdicts import verdict
+from howlinear.report.verdicts import ESTIMATED, verdict
 from howlinear.words import number, ranges
 
 
@@ -59,7 +59,7 @@ def tiles(run: Run) -> Markup:
     words = [verdict(b, run.swaps.get(b.index))[0] for b in run.blocks]
     mean = sum(b.r2 for b in run.blocks) / len(run.blocks)
     safe = sum(word.startswith("safe") for word in words)
-    measured = sum(word != "not measured" for word in words)
+    measured = sum(word not in (*ESTIMATED, "not measured") for word in words)
     facts = [(number(mean, 2), "mean R2 over blocks"), (str(len(run.blocks)), "blocks")]
     if measured:
         facts.append((f"{safe} of {measured}", "safe to replace, alone (< 3 %)"))

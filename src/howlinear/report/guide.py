@@ -57,7 +57,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     name, part = (corpus.get(k) if isinstance(corpus, dict) else None for k in ("name", "part"))
     settings = run.fact("settings")
     shown = "" if not isinstance(settings, dict) else _listed(settings)
-    tokens = run.fact("settings", "tokens")
+    tokens, notes = run.fact("settings", "tokens"), run.about.get("notes")
     commands = [run.about.get("command"), *(d.get("command") for d in _others(run))]
     return [
         ("run", run.name),
@@ -72,7 +72,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("swapped on", _listed(base) if isinstance(base, dict) else ""),
         ("commands", "; ".join(_text(c) for c in commands if c)),
         ("versions", _listed(run.about.get("versions"))),
-        ("notes", "; ".join(map(str, run.about.get("notes") or []))),
+        ("notes", "; ".join(map(str, notes if isinstance(notes, list) else []))),
     ]
 
 

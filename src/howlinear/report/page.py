@@ -20,7 +20,7 @@ from howlinear.report.guide import guide, methods
 from howlinear.report.markup import Markup, joined, json_inside, tag
 from howlinear.report.runs import Run
 from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
-from howlinear.report.svg import svg
+from howlinear.report.svg import sample, svg
 from howlinear.words import compact
 
 
@@ -98,14 +98,14 @@ def _run_switches(runs: Sequence[Run]) -> Markup | None:
     return tag(
         "fieldset",
         tag("legend", "Runs"),
-        *(_switch(f"on-r{i}", run.name, True, sample=i) for i, run in enumerate(runs)),
+        *(_switch(f"on-r{i}", run.name, True, run=i) for i, run in enumerate(runs)),
         class_="controls",
     )
 
 
-def _switch(id_: str, label: str, on: bool, sample: int | None = None) -> Markup:
+def _switch(id_: str, label: str, on: bool, run: int | None = None) -> Markup:
     box = tag("input", type="checkbox", id=id_, checked=on, autocomplete="off")
-    return tag("label", box, None if sample is None else _sample(sample), label)
+    return tag("label", box, None if run is None else _sample(run), label)
 
 
 def _sample(i: int) -> Markup:
@@ -114,8 +114,7 @@ def _sample(i: int) -> Markup:
     canvas = Canvas(24, 14)
     canvas.line([(1, 7), (23, 7)], colour)
     canvas.marks.append(Mark("dot", ((12.0, 7.0),), colour, shape=shape))
-    drawn = svg(canvas, f"sample-{i}", f"mark of run {i + 1}")
-    return tag("span", drawn, class_="swatch", aria_hidden="true")
+    return tag("span", sample(canvas), class_="swatch")
 
 
 def _section(f: Figure) -> Markup:

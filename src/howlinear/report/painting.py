@@ -59,7 +59,7 @@ def _text(mark: Mark) -> Any:
     ((x, y),) = mark.points
     modes = mark.mode.split()
     size = TEXT["small" if "small" in modes else ""] * POINTS
-    align = {"start": "left", "middle": "center", "end": "right"}[mark.anchor]
+    align: Any = {"start": "left", "middle": "center", "end": "right"}[mark.anchor]
     return Text(
         x,
         y,

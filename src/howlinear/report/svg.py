@@ -26,6 +26,11 @@ def svg(canvas: Canvas, name: str, title: str) -> Markup:
     return _svg(canvas, title, label=f"{name}-title")
 
 
+def sample(canvas: Canvas) -> Markup:
+    """A drawing beside a text that says it all."""
+    return _svg(canvas, None, aria_hidden="true")
+
+
 def standalone(canvas: Canvas, title: str) -> str:
     """A file: its own styles, light on white, the numbers in the marks' titles."""
     style = tag("style", Markup(stylesheet(LIGHT)))
@@ -34,19 +39,19 @@ def standalone(canvas: Canvas, title: str) -> str:
 
 
 def _svg(
-    canvas: Canvas, title: str, *before: Markup, label: str | None = None, **attributes: str
+    canvas: Canvas, title: str | None, *before: Markup, label: str | None = None, **attributes: str
 ) -> Markup:
     w, h = f"{canvas.width:g}", f"{canvas.height:g}"
     return tag(
         "svg",
-        tag("title", title, id=label),
+        None if title is None else tag("title", title, id=label),
         *before,
         *(_element(mark) for mark in canvas.marks),
         class_="hl",
         viewBox=f"0 0 {w} {h}",
         width=w,
         height=h,
-        role="img",
+        role=None if title is None else "img",
         aria_labelledby=label,
         **attributes,
     )

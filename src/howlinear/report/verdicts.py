@@ -13,7 +13,8 @@ from howlinear.records import BlockProfile, BlockSwap
 from howlinear.words import known, number, percent, percent_se
 
 SAFE, COSTLY = 0.03, 0.1  # nats a token
-WORDS = ("safe", "safe with units", "some cost", "costly", "not measured")
+ESTIMATED = ("likely safe", "likely some cost", "likely costly")
+WORDS = ("safe", "safe with units", "some cost", "costly", *ESTIMATED, "not measured")
 
 
 def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
@@ -59,16 +60,11 @@ def _estimated(b: BlockProfile) -> tuple[str, str]:
     signal = known(b.swap_signal)
     if signal is None:
         return "not measured", "Not swapped, and there is no estimate: howlinear swap measures."
+    word = ESTIMATED[(signal >= SAFE) + (signal >= COSTLY)]
     size = f"about {percent(signal)} perplexity by the profile's estimate, not yet measured"
     if b.safety == "sink":
-        return (
-            "not measured",
-            f"As one matrix alone {size}; with its sink units kept likely far less.",
-        )
-    says = {"likely safe": "Likely safe", "some cost": "Likely some cost"}.get(
-        b.safety, "Likely costly"
-    )
-    return "not measured", f"{says}: {size}."
+        return word, f"As one matrix alone {size}; with its sink units kept likely far less."
+    return word, f"{word.capitalize()}: {size}."
 
 
 def _remarks(b: BlockProfile, cost: float | None) -> list[str]:

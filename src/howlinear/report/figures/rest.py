@@ -49,7 +49,8 @@ def _steps(p: BlockProbe) -> list[tuple[float, float]]:
 
 def _gains(canvas: Canvas, gains: list[tuple[int, Run, BlockProbe, float]]) -> None:
     xs, ys = [1 - p.r2 for *_, p, _ in gains], [gain for *_, gain in gains]
-    low, high = reach([0.0, *ys])
+    ses = [inside(p.bilinear, "gain_se") or 0.0 for *_, p, _ in gains]
+    low, high = reach([0.0, *(y + se for y, se in zip(ys, ses, strict=True))])
     panel = Panel(canvas, Scale(0.0, max(1.0, *xs), 58, 370), Scale(low, high, 280, 34))
     together = pearson(xs, ys)
     said = "" if together is None else f", correlation {together:+.2f}"

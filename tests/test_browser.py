@@ -1,0 +1,245 @@
+"""The page in a real browser: it draws, answers mouse and keyboard, and keeps to itself.
+
+Needs Debian's `chromium` (or another Chromium or Chrome on the path) and playwright; skipped where
+there is none. The accessibility check needs axe-core, which `make test` fetches.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from howlinear.report import draw, page, read_runs
+from reports import CONTROL, HOSTILE, planted_run
+
+api = pytest.importorskip("playwright.sync_api")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+AXE = Path(sys.prefix) / "axe.min.js"
+QUIET = "--disable-quic --no-first-run --disable-background-networking --disable-component-update"
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with api.sync_playwright() as play:
+        flags = [*QUIET.split(), "--disable-sync", "--no-sandbox"]  # of pages that we wrote
+        browser = play.chromium.launch(executable_path=BROWSER, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of one run of 30 blocks; of two runs, the second named to do harm; of two small runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    one = planted_run(folder / "one")
+    two = planted_run(folder / "two", model=HOSTILE, notes=[CONTROL])
+    data = json.loads((two / "profile.json").read_text())
+    data["blocks"][3]["path"] = CONTROL + HOSTILE
+    (two / "profile.json").write_text(json.dumps(data))
+    few = [planted_run(folder / name, blocks=3) for name in ("a", "b")]
+    for name, given in (("one", [one]), ("both", [one, two]), ("few", few)):
+        runs = read_runs(given)
+        (folder / f"{name}.html").write_text(page(runs, draw(runs)), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def visit(browser, pages):
+    """Open a page; at the end it has said nothing on the console and asked for nothing."""
+    heard, contexts = [], []
+
+    def opened(name="one", **options):
+        contexts.append(browser.new_context(viewport={"width": 1200, "height": 900}, **options))
+        tab = contexts[-1].new_page()
+        tab.on("console", lambda message: heard.append(message.text))
+        tab.on("pageerror", lambda error: heard.append(str(error)))
+        tab.on("dialog", lambda dialog: heard.append(dialog.message))
+        tab.on("request", lambda request: heard.append(request.url))
+        place = f"file://{pages / name}.html"
+        tab.goto(place)
+        assert heard.pop(0) == place  # the page itself is heard, so others would be
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert heard == []
+
+
+def column(tab, n):
+    return tab.locator("#blocks tbody tr:not([hidden])").evaluate_all(
+        f"rows => rows.map(row => row.cells[{n}].dataset.v ?? row.cells[{n}].innerText)"
+    )
+
+
+def test_sorting_by_mouse_and_by_keyboard(visit):
+    tab = visit()
+    assert column(tab, 0) == [str(i) for i in range(30)]
+    heading = tab.locator("#blocks th", has_text="R2 ± se")
+    heading.get_by_role("button").click()
+    values = [float(v) for v in column(tab, 2)]
+    assert values == sorted(values)
+    assert heading.get_attribute("aria-sort") == "ascending"
+    tab.keyboard.press("Enter")  # the button that was clicked has the focus
+    values = [float(v) for v in column(tab, 2)]
+    assert values == sorted(values, reverse=True)
+    tab.locator("#blocks th", has_text="verdict").get_by_role("button").focus()
+    tab.keyboard.press("Space")
+    places = [int(v) for v in column(tab, 1)]  # safe first
+    assert places == sorted(places)
+    assert len(set(places)) > 1
+    assert heading.get_attribute("aria-sort") is None
+
+
+def test_filtering_by_word_and_verdict(visit):
+    tab = visit()
+    tab.get_by_label("Find").fill("layers.7")
+    assert column(tab, 0) == ["7"]
+    assert tab.locator("#count").inner_text() == "1 of 30 blocks"
+    tab.get_by_label("Find").fill("no such block")
+    assert column(tab, 0) == []
+    tab.get_by_label("Find").fill("")
+    tab.get_by_label("Verdict").select_option("safe with units")
+    assert column(tab, 0) == ["2"]
+
+
+def test_runs_are_switched_by_mouse_and_by_keyboard(visit):
+    tab = visit("both")
+    first, second = (tab.locator(f"#profile svg .r{i}:not(.scalar)") for i in (0, 1))
+    assert first.first.is_visible()
+    assert second.first.is_visible()
+    tab.get_by_label("one", exact=True).click()
+    assert not first.first.is_visible()
+    assert not tab.locator("#blocks .r0").is_visible()
+    assert second.first.is_visible()
+    tab.get_by_label("two", exact=True).focus()
+    tab.keyboard.press("Space")
+    assert not second.first.is_visible()
+    tab.get_by_label("one", exact=True).click()
+    assert first.first.is_visible()
+    scalar = tab.locator("#profile svg .r0.scalar")
+    assert not scalar.first.is_visible()  # of several runs, shown when asked for
+    tab.get_by_label("scalar mean").check()
+    assert scalar.first.is_visible()
+
+
+@pytest.mark.parametrize("scripting", [True, False])
+def test_the_spectrum_is_of_the_block_that_is_chosen(visit, scripting):
+    tab = visit(java_script_enabled=scripting)
+    shown = tab.locator("#spectra svg polyline.c0")
+    assert [shown.nth(i).is_visible() for i in range(4)] == [True, False, False, False]
+    tab.locator("#spectra label", has_text="1").first.click()
+    assert [shown.nth(i).is_visible() for i in range(4)] == [False, True, False, False]
+    tab.keyboard.press("ArrowRight")
+    assert [shown.nth(i).is_visible() for i in range(4)] == [False, False, True, False]
+
+
+def test_values_are_shown_on_hovering_and_by_arrow_keys(visit):
+    tab = visit()
+    tip = tab.locator("#tip")
+    assert not tip.is_visible()
+    dot = tab.locator("#profile svg circle.r2[data-about*='block 5:']")
+    box = dot.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] / 2 + 4, box["y"] + box["height"] / 2 + 4)  # near it
+    assert tip.inner_text().startswith("one, block 5: R2 0.8")
+    tab.mouse.move(5, 5)
+    assert not tip.is_visible()
+    tab.locator("#kinds .plot").focus()
+    tab.keyboard.press("ArrowRight")
+    first = tip.inner_text()
+    tab.keyboard.press("ArrowRight")
+    assert "effective rank" in first
+    assert tip.inner_text() not in ("", first)
+    assert tab.locator("#said").inner_text() == tip.inner_text()
+    tab.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_everything_is_there_without_scripting(visit):
+    tab = visit(java_script_enabled=False)
+    assert tab.locator("section > figure svg").count() == 7
+    assert tab.locator("#blocks tbody tr").count() == 30
+    assert not tab.locator("#find").is_visible()  # what needs scripting does not pretend
+    tab.locator("#profile summary").click()
+    assert tab.locator("#profile details td").first.is_visible()
+    tab.get_by_label("body", exact=True).uncheck()
+    assert not tab.locator("#profile svg .body").first.is_visible()
+
+
+def test_strange_names_are_shown_as_text(visit):
+    tab = visit("both")
+    assert HOSTILE in tab.locator("h1").inner_text()
+    assert tab.locator("#blocks .r1 code").nth(3).inner_text() == (
+        f"to\\x1b[31mken\\u202e\\x00\\ud800{HOSTILE}"
+    )
+    numbers = tab.locator("#numbers").text_content()
+    assert json.loads(numbers)["runs"][1]["model"]["id"] == HOSTILE
+
+
+def test_the_policy_stops_what_is_slipped_in(browser, pages):
+    """The negative control: with such a script in the page, the browser refuses and says so."""
+    text = (pages / "one.html").read_text()
+    bad = "<script>document.title = 'taken'</script><img src='http://127.0.0.1:9/x'>"
+    (pages / "bad.html").write_text(text.replace("<main>", f"<main>{bad}"))
+    tab = browser.new_page()
+    heard = []
+    tab.on("console", lambda message: heard.append(message.text))
+    tab.goto(f"file://{pages}/bad.html")
+    assert tab.title() == "How linear is planted?"
+    assert len([text for text in heard if "Content Security Policy" in text]) == 2
+    tab.close()
+
+
+def test_numbers_are_saved(visit):
+    tab = visit()
+    with tab.expect_download() as waiting:
+        tab.get_by_role("button", name="Save the numbers").click()
+    saved = json.loads(Path(waiting.value.path()).read_text())
+    assert len(saved["runs"][0]["blocks"]) == 30
+
+
+def test_on_paper(visit):
+    tab = visit()
+    tab.emulate_media(media="print", color_scheme="dark")
+    assert not tab.locator("#find").is_visible()
+    paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == "rgb(255, 255, 255)"  # whatever the screen was
+    assert tab.locator("#blocks tbody tr").last.is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["one", "few"])
+def test_accessibility(browser, pages, scheme, name):
+    if not AXE.exists():
+        pytest.skip("no axe-core: make test fetches it")
+    context = browser.new_context(
+        color_scheme=scheme, bypass_csp=True
+    )  # axe is no part of the page
+    tab = context.new_page()
+    tab.goto(f"file://{pages / name}.html")
+    if name == "few":  # thousands of cells take minutes, and are all alike
+        tab.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    tab.add_script_tag(path=AXE)
+    found = tab.evaluate("axe.run()")
+    context.close()
+    assert len(found["passes"]) > 20
+    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in serious] == []
+
+
+def test_the_accessibility_check_would_notice(browser):
+    if not AXE.exists():
+        pytest.skip("no axe-core: make test fetches it")
+    tab = browser.new_page()
+    tab.set_content(
+        "<html><body><p style='color:#ddd;background:#fff'>pale</p><input></body></html>"
+    )
+    tab.add_script_tag(path=AXE)
+    found = {v["id"] for v in tab.evaluate("axe.run()")["violations"]}
+    tab.close()
+    assert {"color-contrast", "label"} <= found

@@ -1,0 +1,441 @@
+"""The page and its figures: what is drawn is what was measured, and strings stay strings."""
+
+import base64
+import csv
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+import scipy.stats
+
+from howlinear.report import draw, page, read_run, read_runs
+from howlinear.report.canvas import Canvas, Panel, Scale, reach
+from howlinear.report.files import cell, drawings, write_figures
+from howlinear.report.markup import json_inside, tag
+from howlinear.report.styles import DARK, LIGHT, RUNS, heat
+from howlinear.report.svg import standalone
+from howlinear.report.verdicts import WORDS, verdict
+from reports import CONTROL, HOSTILE, block, planted_run, swap
+
+NAMES = ["profile", "kinds", "rest", "signals", "smaller", "training", "spectra"]
+
+
+class Parsed(HTMLParser):
+    """Every element of a page: (name, attributes), in order; unclosed ones are an error."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.open, self.texts = [], [], []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        if name not in {"meta", "link", "br", "input"}:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def every(self, name, **wanted):
+        wanted = {key.rstrip("_"): value for key, value in wanted.items()}
+        return [a for n, a in self.elements if n == name and wanted.items() <= a.items()]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return planted_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture(scope="module")
+def made(full):
+    runs = read_runs([full])
+    figures = draw(runs)
+    return runs, {f.name: f for f in figures}, page(runs, figures)
+
+
+def marks(figure, kind, part):
+    return [m for m in figure.canvas.marks if m.kind == kind and part in m.part.split()]
+
+
+def test_a_full_run_has_every_figure_in_a_small_page(made):
+    _, figures, html = made
+    assert list(figures) == NAMES  # runs side by side need two
+    assert len(html.encode()) < 300_000
+    parsed = Parsed(html)
+    titles = [text for name, text in parsed.texts if name == "h2"]
+    assert all(figure.title in titles for figure in figures.values())
+    assert len(parsed.every("details")) == len(figures)  # numbers of each
+
+
+def test_points_stand_where_their_numbers_say(made):
+    runs, figures, _ = made
+    dots = marks(figures["profile"], "dot", "r2")
+    dots = [d for d in dots if d.about]  # not the legend's
+    assert len(dots) == 30
+    pixels = [270 - (270 - 34) * b.r2 for b in runs[0].blocks]  # R2 0 at 270, 1 at 34
+    assert [d.points[0][1] for d in dots] == pytest.approx(pixels)
+    xs = [d.points[0][0] for d in dots]
+    steps = [b - a for a, b in pairwise(xs)]
+    assert steps == pytest.approx([steps[0]] * 29)
+    bars = [m for m in marks(figures["profile"], "line", "r2") if m.mode == "thin"]
+    halves = [abs(m.points[1][1] - m.points[0][1]) / 2 for m in bars]
+    assert halves == pytest.approx([236 * (b.r2_se or 0) for b in runs[0].blocks])
+
+
+def test_costs_are_on_a_log_scale_and_gains_at_its_edge(made):
+    runs, figures, _ = made
+    costs = [m for m in marks(figures["profile"], "dot", "r0") if "perplexity" in m.about]
+    at = {int(re.search(r"block (\d+)", m.about)[1]): m for m in costs}
+    y = {k: m.points[0][1] for k, m in at.items()}
+    grown = {k: math.log(math.expm1(s.delta_nll)) for k, s in runs[0].swaps.items() if k != 4}
+    slope = (y[29] - y[0]) / (grown[29] - grown[0])
+    assert slope < 0
+    assert all(y[k] - y[0] == pytest.approx(slope * (grown[k] - grown[0])) for k in grown)
+    assert (at[4].shape, y[4]) == ("down", 425)  # a swap that gains cannot stand on a log scale
+    assert at[5].shape == "circle"
+
+
+def test_rank_correlations_are_scipys(made):
+    runs, figures, _ = made
+    found = {row[1]: row[2] for row in figures["signals"].rows}
+    assert len(found) == 5
+    costs = [runs[0].swaps[b.index].delta_nll_plain for b in runs[0].blocks]
+    for name, value in {
+        "1 - R2": [1 - b.r2 for b in runs[0].blocks],
+        "swap signal": [b.swap_signal for b in runs[0].blocks],
+    }.items():
+        assert found[name] == pytest.approx(scipy.stats.spearmanr(value, costs).statistic)
+
+
+def test_every_figure_has_its_numbers_and_says_them_on_hovering(made):
+    _, figures, html = made
+    rows = {"profile": 30, "kinds": 30, "rest": 8 + 8 * 4, "signals": 5, "smaller": 12}
+    rows |= {"training": 4 * 30, "spectra": 60}
+    assert {name: len(f.rows) for name, f in figures.items()} == rows
+    assert all(len(row) == len(f.columns) for f in figures.values() for row in f.rows)
+    for figure in figures.values():
+        said = [m for m in figure.canvas.marks if m.about]
+        assert len(said) >= 12
+    assert html.count("<title>") == 1 + sum(
+        bool(m.about) for f in figures.values() for m in f.canvas.marks
+    )
+
+
+def test_the_heat_map_is_darker_where_r2_is_lower(made):
+    _, figures, _ = made
+    boxes = {m.about: m.colour for m in figures["training"].canvas.marks if m.about}
+    assert boxes["run, step 0, block 0: R2 0.000"] == heat(0.0) == "#00224e"
+    assert boxes["run, step 100, block 15: R2 0.500"] == heat(0.5)
+    light = [sum(int(heat(k / 20)[i : i + 2], 16) for i in (1, 3, 5)) for k in range(18)]
+    assert light == sorted(light)
+
+
+def contrast(a, b):
+    """As the accessibility guidelines define it."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_stand_out_from_the_paper(palette):
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for name in RUNS:
+        assert contrast(palette[name], palette["paper"]) >= 3
+    for name in ("ink", "muted"):
+        assert contrast(palette[name], palette["paper"]) >= 4.5
+
+
+def test_the_page_needs_and_allows_nothing_else(made):
+    *_, html = made
+    parsed = Parsed(html)
+    (policy,) = parsed.every("meta", **{"http-equiv": "Content-Security-Policy"})
+    rules = dict(rule.split(" ", 1) for rule in policy["content"].split("; "))
+    assert rules["default-src"] == "'none'"
+    for name, text in (("style", parsed.texts), ("script", parsed.texts)):
+        (inside,) = [t for n, t in text if n == name and not t.lstrip().startswith("{")]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert rules[f"{name}-src"] == f"'sha256-{digest}'"
+    attributes = [pair for _, given in parsed.elements for pair in given.items()]
+    assert not [k for k, _ in attributes if k.startswith("on") or k in ("style", "src")]
+    assert [v for k, v in attributes if k in ("href", "action", "xlink:href")] == ["data:,"]
+    assert "http" not in re.sub(r"arXiv|http-equiv", "", html)
+    assert "@import" not in html
+    assert "url(" not in html
+
+
+def test_switches_act_on_parts_that_are_there(made):
+    *_, html = made
+    parsed = Parsed(html)
+    (style,) = [t for n, t in parsed.texts if n == "style"]
+    ids = [a["id"] for _, a in parsed.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    classes = {c for _, a in parsed.elements for c in (a.get("class") or "").split()}
+    rules = re.findall(r"^#(\w+)\S*\(#([\w-]+):.*?\) \.hl \.(\w+)\{display:none\}", style, re.M)
+    assert len(rules) == 2 + 30
+    for figure, switch, part in rules:
+        assert figure in ids
+        assert switch in ids
+        assert part in classes
+    labels = parsed.every("label")
+    assert len(parsed.every("input")) + len(parsed.every("select")) == len(labels)
+
+
+def test_strange_names_are_text_everywhere(tmp_path):
+    names = {"model": HOSTILE, "command": f"howlinear profile {HOSTILE}", "notes": [CONTROL]}
+    a = planted_run(
+        tmp_path / "a", blocks=3, model=HOSTILE, **{k: names[k] for k in ("command", "notes")}
+    )
+    data = json.loads((a / "profile.json").read_text())
+    data["blocks"][1]["path"] = f'"]]>{HOSTILE}{CONTROL}'
+    data["blocks"][2]["kind"] = HOSTILE
+    data["corpus"]["name"] = CONTROL
+    (a / "profile.json").write_text(json.dumps(data))
+    curve = json.loads((a / "compress.json").read_text())
+    curve["curve"][0]["method"] = f"=HYPERLINK{HOSTILE}"
+    (a / "compress.json").write_text(json.dumps(curve))
+    runs = read_runs([a])
+    figures = draw(runs)
+    html = page(runs, figures)
+    parsed = Parsed(html)
+    assert len(parsed.every("script")) == 2  # ours, and the numbers
+    shown = [t for n, t in parsed.texts if n not in ("script", "style")]
+    assert any(f"How linear is {HOSTILE}?" == t for t in shown)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202e]", html)
+    html.encode("utf-8")  # a lone surrogate would raise
+    (numbers,) = [t for n, t in parsed.texts if n == "script" and t.startswith("{")]
+    assert json.loads(numbers)["runs"][0]["model"]["id"] == HOSTILE
+    assert not re.search("[<>&]", numbers)
+    for figure in figures:
+        ElementTree.fromstring(standalone(figure.canvas, HOSTILE + CONTROL))
+    write_figures([f for f in figures if f.name == "smaller"], tmp_path / "figures")
+    table = list(csv.reader((tmp_path / "figures" / "smaller.csv").open(newline="")))
+    assert f"'=HYPERLINK{HOSTILE}" in {row[1] for row in table}
+
+
+def test_cells_of_a_spreadsheet():
+    assert [cell(v) for v in (-1.5, 3, None, math.nan, "-x", "@a", "a=b", "\ta")] == [
+        *(-1.5, 3, "", "", "'-x", "'@a", "a=b", "\\ta")
+    ]
+
+
+def test_markup_escapes_what_is_not_markup():
+    assert tag("a", "x<y", class_='"q"', hidden=True, title=None) == (
+        '<a class="&quot;q&quot;" hidden>x&lt;y</a>'
+    )
+    assert tag("p", tag("b", "&")) == "<p><b>&amp;</b></p>"
+    assert json.loads(json_inside({"a": "</script>\u2028&", "b": math.inf})) == {
+        "a": "</script>\u2028&",
+        "b": None,
+    }
+    assert "</" not in json_inside({"a": "</script>"})
+
+
+@pytest.mark.parametrize(
+    ("own", "cost", "word", "says"),
+    [
+        ({}, {"delta_nll": 0.02}, "safe", "one matrix costs +2.0 % ± 0.2 perplexity."),
+        ({"r2": 0.5}, {"delta_nll": 0.02}, "safe", "R2 is only 0.50, but little depends"),
+        (
+            {"r2": 0.93, "r2_body": 0.18, "kind": "first-position only"},
+            {"delta_nll": 0.02, "units": [1, 2], "delta_nll_plain": 2.0},
+            "safe with units",
+            "with 2 hidden units kept costs +2.0 % ± 0.2 perplexity, without +639 %. "
+            "R2 0.93 is the first position's doing: 0.18 without it.",
+        ),
+        ({}, {"delta_nll": 0.05}, "some cost", "at some cost: one matrix costs +5.1 %"),
+        ({}, {"delta_nll": 0.028}, "safe", "Two standard errors more would be +3.3 %"),
+        ({}, {"delta_nll": 0.02, "delta_nll_se": None}, "safe", "There is no standard error"),
+        ({"r2": 0.9}, {"delta_nll": 0.3}, "costly", "R2 0.90 promised better"),
+        ({}, {"delta_nll": 0.3, "delta_nll_mean": 0.31}, "costly", "A constant does about as well"),
+        ({"r2_scalar": 0.8, "r2": 0.6}, None, "likely safe", "The scalar mean would show 0.80."),
+        ({"swap_signal": 0.05}, None, "likely some cost", "about +5.1 % perplexity"),
+        (
+            {"swap_signal": 2.0, "safety": "sink"},
+            None,
+            "likely costly",
+            "sink units kept likely far",
+        ),
+        ({"swap_signal": None}, None, "not measured", "howlinear swap measures"),
+        ({}, {"delta_nll": None}, "likely safe", "not yet measured"),
+        (
+            {"kind": "outlier-concentrated"},
+            {"delta_nll": 1e3},
+            "costly",
+            "A few features carry R2: the median feature has",
+        ),
+    ],
+)
+def test_verdicts_say_why_in_numbers(own, cost, word, says):
+    found, why = verdict(block(0, **own), None if cost is None else swap(0, **cost))
+    assert found == word
+    assert found in WORDS
+    assert says in why
+
+
+def test_scales_place_and_mark():
+    linear, log = Scale(0, 10, 100, 200), Scale(1, 100, 0, 50, log=True)
+    assert [linear(v) for v in (0, 5, 10, 99, -9)] == [100, 150, 200, 200, 100]
+    assert [log(v) for v in (1, 10, 100, 0, -3)] == pytest.approx([0, 25, 50, 0, 0])
+    assert linear.ticks() == [0, 2, 4, 6, 8, 10]
+    assert log.ticks() == [1, 2, 5, 10, 20, 50, 100]
+    assert Scale(1e-9, 1e6, 0, 1, log=True).ticks()[0] == pytest.approx(1e-9)
+    assert len(Scale(1e-9, 1e6, 0, 1, log=True).ticks()) <= 8
+    low, high = reach([3.0])
+    assert low < 3 < high
+    assert reach([-1.0, 0.0], log=True) == (0.1, 10.0)
+    panel = Panel(Canvas(10, 10), linear, Scale(0, 1, 100, 0))
+    panel.dot(1, -5.0, "c0")
+    panel.dot(1, 5.0, "c0")
+    panel.line([(0, 0.0), (1, 1.0), (2, None), (3, 0.5)], "c0")
+    assert [m.shape for m in panel.canvas.marks[:2]] == ["down", "up"]
+    assert len(panel.canvas.marks) == 3  # a single point is no line
+
+
+def test_several_runs_are_laid_over_one_another(tmp_path):
+    folders = [planted_run(tmp_path / name, blocks=6, full=False) for name in ("a", "b")]
+    data = json.loads((folders[1] / "profile.json").read_text())
+    for b in data["blocks"]:
+        b["r2"] = 1 - b["r2"]
+        b["fold_sums"] = [[tot - res, tot] for res, tot in b["fold_sums"]]
+    (folders[1] / "profile.json").write_text(json.dumps(data))
+    runs = read_runs(folders)
+    figures = {f.name: f for f in draw(runs)}
+    assert list(figures) == ["profile", "kinds", "alike", "spectra"]
+    for i in (0, 1):
+        assert len([m for m in marks(figures["profile"], "dot", f"r{i}") if m.about]) == 12
+    (row,) = figures["alike"].rows
+    assert row[:2] == ("a", "b")
+    assert row[2] == pytest.approx(-1)
+    html = page(runs, list(figures.values()))
+    assert {a["id"] for a in Parsed(html).every("input", type="checkbox")} >= {"on-r0", "on-r1"}
+
+
+def test_runs_of_other_depths_share_an_axis_but_no_correlation(tmp_path):
+    runs = read_runs([planted_run(tmp_path / str(n), blocks=n, full=False) for n in (3, 9)])
+    figures = {f.name: f for f in draw(runs)}
+    assert "alike" not in figures
+    dots = [
+        [m.points[0][0] for m in marks(figures["profile"], "dot", f"r{i}") if m.about]
+        for i in (0, 1)
+    ]
+    assert [max(d) for d in dots] == pytest.approx([max(dots[0])] * 2)
+    assert any("depth" in m.text for m in figures["profile"].canvas.marks)
+
+
+def test_what_is_not_there_is_not_drawn(tmp_path):
+    bare = planted_run(tmp_path / "bare", blocks=2, full=False)
+    data = json.loads((bare / "profile.json").read_text())
+    for b in data["blocks"]:
+        b.update(r2_se=None, r2_body=None, fold_sums=None, swap_signal=None, effective_rank=None)
+        b.update(input_spectrum=None, map_spectrum=None)
+        b["r2_feature"] = {"median": None}
+    (bare / "profile.json").write_text(json.dumps(data))
+    run = read_run(bare)
+    assert [f.name for f in draw([run])] == ["profile"]
+    assert "Nothing was swapped yet" in page([run], draw([run]))
+    log = tmp_path / "log"
+    log.mkdir()
+    full = planted_run(tmp_path / "full", blocks=2)
+    (full / "monitor.jsonl").rename(log / "monitor.jsonl")
+    assert [f.name for f in draw([read_run(log)])] == ["training"]
+
+
+def test_junk_inside_files_is_left_out(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=4)
+    probe = json.loads((folder / "probe.json").read_text())
+    probe["blocks"][0]["bilinear"] = {"gain": "much", "gain_se": []}
+    probe["blocks"][0]["units"] = {"steps": [1, {"k": None}, {"k": 0, "r2": 0.1}]}
+    (folder / "probe.json").write_text(json.dumps(probe))
+    smaller = json.loads((folder / "compress.json").read_text())
+    smaller["curve"] = [3, {"method": None, "share": "x"}, {"share": 0.1, "perplexity": -3}]
+    smaller["change"] = "none"
+    (folder / "compress.json").write_text(json.dumps(smaller))
+    found = json.loads((folder / "profile.json").read_text())
+    found |= {"model": [1], "corpus": "text", "settings": None, "versions": 3, "notes": "none"}
+    found["blocks"][0]["input_spectrum"] = [[1], [0, 2], [3, -1], [2, 0.5]]
+    (folder / "profile.json").write_text(json.dumps(found))
+    run = read_run(folder)
+    assert [f.name for f in draw([run])] == ["profile", "kinds", "signals", "training", "spectra"]
+    Parsed(page([run], draw([run])))
+
+
+def test_files_of_figures(made, tmp_path):
+    pytest.importorskip("matplotlib")
+    _, figures, _ = made
+    chosen = [figures["profile"], figures["training"]]
+    written = write_figures(chosen, tmp_path / "figures")
+    names = {p.name for p in written}
+    assert names == {f"{f.name}.{kind}" for f in chosen for kind in ("svg", "csv", "png", "pdf")}
+    for f in chosen:
+        root = ElementTree.parse(tmp_path / "figures" / f"{f.name}.svg").getroot()
+        space = "{http://www.w3.org/2000/svg}"
+        drawn = [e for e in root if e.tag not in (f"{space}title", f"{space}style")]
+        assert len(drawn) == len(f.canvas.marks) + 1  # and the ground
+        head = (tmp_path / "figures" / f"{f.name}.png").read_bytes()[:24]
+        size = [int.from_bytes(head[i : i + 4], "big") for i in (16, 20)]
+        assert size == pytest.approx([2 * f.canvas.width, 2 * f.canvas.height], abs=1)
+        assert (tmp_path / "figures" / f"{f.name}.pdf").read_bytes().startswith(b"%PDF")
+    spectra = drawings(figures["spectra"])
+    assert len(spectra) == 30
+    curves = [m for m in spectra["spectra-b7"].marks if m.about]
+    assert [m.part for m in curves] == ["r0 b7", "r0 b7"]
+
+
+def test_a_png_holds_the_marks_of_its_colour(made, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    from howlinear.report.painting import paint
+
+    canvas = Canvas(100, 60)
+    canvas.box((10, 10), (50, 30), "c1")
+    paint(canvas, tmp_path / "a.png", "png", "a")
+    picture = image.open(tmp_path / "a.png").convert("RGB")
+    want = tuple(int(LIGHT["c1"][i : i + 2], 16) for i in (1, 3, 5))
+    assert picture.getpixel((60, 40)) == want
+    assert picture.getpixel((60, 80)) == (255, 255, 255)
+
+
+def test_the_command_writes_a_page_and_says_where(full, tmp_path, here):
+    out = tmp_path / "page.html"
+    assert here("report", full, "-o", out).stdout.split() == [str(out)]
+    assert out.read_text().startswith("<!doctype html>")
+    assert json.loads(here("report", full, "-o", out, "--json").stdout) == {
+        "page": str(out),
+        "figures": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["nowhere"], "profile.json does not exist: is nowhere a run folder?"),
+        (["run", "-o", "."], "is a folder: name a file with -o"),
+        (["run", "-o", "no/such/page.html"], "there is no folder no/such"),
+        (["run", "run"], "is named twice"),
+        (["run", "--figures", "run/profile.json"], "is a file: name a folder with --figures"),
+        (["empty"], "lists no blocks"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(given, said, tmp_path, monkeypatch, complaint):
+    monkeypatch.chdir(tmp_path)
+    planted_run(tmp_path / "run", blocks=2, full=False)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "profile.json").write_text(
+        '{"kind": "profile", "schema": 1, "blocks": []}'
+    )
+    assert said in complaint("report", *given)
