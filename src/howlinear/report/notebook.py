@@ -1,0 +1,49 @@
+"""Results in a notebook: a line, a drawing where there is one, and a table of blocks.
+
+result            # the last line of a cell: Jupyter calls result._repr_html_()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from howlinear.report.figures import alike, depth
+from howlinear.report.markup import Markup, joined, tag
+from howlinear.report.runs import Run, listed
+from howlinear.report.svg import standalone
+from howlinear.words import compact
+
+SHOWN = {  # columns by kind of result; of others, the first fields that are plain values
+    "profile": "index path r2 r2_se r2_body r2_scalar effective_rank swap_signal kind",
+    "swap": "index path delta_ppl delta_ppl_se delta_ppl_plain delta_ppl_zero kl top1 params_saved",
+    "compress": "index path replaced rank parameters parameters_left",
+}
+COLUMNS, ROWS = 10, 200  # at most
+
+
+def html_of(line: str, data: dict[str, Any], runs: Sequence[Run] = ()) -> str:
+    """What a notebook shows of a result that says `line` and holds `data`."""
+    made = [module.draw(runs) for module in (depth, alike)] if runs else []
+    drawings = [Markup(standalone(f.canvas, f.title)) for f in made if f is not None]
+    return str(tag("div", tag("p", line), *drawings, _table(data)))
+
+
+def _table(data: dict[str, Any]) -> Markup | None:
+    blocks = listed(data, "blocks")
+    if not blocks:
+        return None
+    names = SHOWN.get(str(data.get("kind")), "").split() or _plain(blocks[0])
+    head = tag("tr", *(tag("th", name) for name in names))
+    rows = (tag("tr", *(tag("td", _cell(b.get(n))) for n in names)) for b in blocks[:ROWS])
+    left = len(blocks) - ROWS
+    more = tag("p", f"and {left} more") if left > 0 else None
+    return joined(tag("table", tag("thead", head), tag("tbody", *rows)), more)
+
+
+def _plain(block: dict[str, Any]) -> list[str]:
+    return [k for k, v in block.items() if isinstance(v, str | int | float | None)][:COLUMNS]
+
+
+def _cell(value: object) -> object:
+    return "-" if value is None else compact(value) if isinstance(value, float) else value
