@@ -92,6 +92,10 @@ def probe(index):
         linear={},
         bilinear={"gain": 0.01 * index, "gain_se": 0.002},
         units={"steps": steps},
+        where={
+            "positions": [{"from": 0, "to": 0, "share": 0.25}],
+            "tokens": [{"text": f" {CONTROL}", "times_mean": 3.5}],
+        },
     )
 
 
@@ -118,6 +122,9 @@ def planted_run(folder, blocks=30, model="planted", full=True, **about):
     base = {"perplexity": 20.0, "tokens": 1000, "protocol": "windows-128"}
     write(folder, "swap.json", "swap", [swap(i) for i in range(blocks)], base=base)
     write(folder, "probe.json", "probe", [probe(i) for i in range(0, blocks, 4)])
+    bands = [{"index": i, "low": 0.1, "high": -3.0 if i == 1 else 0.2} for i in range(blocks)]
+    control = {"kind": "control-random-init", "schema": 1, "blocks": bands}
+    (folder / "control-random-init.json").write_text(json.dumps(control))
     curve = [
         {"method": m, "share": 0.05 * k, "perplexity": 20.0 * far**k, "delta_ppl_se": 0.3}
         for m, far in (("ours", 1.01), ("zero", 2.0))

@@ -104,6 +104,17 @@ def test_costs_are_on_a_log_scale_and_gains_at_its_edge(made):
     assert at[5].shape == "circle"
 
 
+def test_untrained_blocks_and_the_tokens_that_leave_most(made):
+    _, figures, html = made
+    bands = marks(figures["profile"], "line", "untrained")
+    assert len(bands) == 29
+    assert [y for _, y in bands[0].points] == pytest.approx([270 - 236 * r for r in (0.096, 0.204)])
+    (below,) = marks(figures["profile"], "dot", "untrained")
+    assert below.shape == "down"
+    assert html.count("␣to\\x1b[31mken\\u202e\\x00\\ud800") == 8  # a probed block each
+    assert "Grey" in figures["profile"].reading
+
+
 def test_rank_correlations_are_scipys(made):
     runs, figures, _ = made
     found = {row[1]: row[2] for row in figures["signals"].rows}

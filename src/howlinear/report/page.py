@@ -21,6 +21,7 @@ from howlinear.report.markup import Markup, joined, json_inside, tag
 from howlinear.report.runs import Run
 from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
 from howlinear.report.svg import sample, svg
+from howlinear.report.where import where
 from howlinear.words import compact
 
 
@@ -46,6 +47,7 @@ def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
             *map(_section, first),
             _tables(runs),
             *map(_section, others),
+            where(runs),
             guide(),
             methods(runs),
         ),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from howlinear.report.canvas import Canvas, Mark
-from howlinear.report.styles import DASHES, LIGHT, TEXT
+from howlinear.report.styles import DASHES, LIGHT, TEXT, WIDTHS
 from howlinear.report.svg import outline
 
 POINTS = 72 / 96  # of a CSS pixel
@@ -39,7 +39,7 @@ def _line(mark: Mark) -> Any:
     from matplotlib.lines import Line2D
 
     modes = mark.mode.split()
-    width = (1.0 if "thin" in modes else 1.7) * POINTS
+    width = next((WIDTHS[m] for m in modes if m in WIDTHS), WIDTHS[""]) * POINTS
     dash = next((DASHES[m] for m in modes if m in DASHES), None)
     style: Any = "-" if dash is None else (0, tuple(d * POINTS / width for d in dash))
     xs, ys = zip(*mark.points, strict=True)

@@ -1,7 +1,7 @@
 """What a report is made from: the files of a run folder, read and checked.
 
     run = read_run("runs/demo")
-    run.blocks[3].r2, run.swaps[3].delta_ppl, run.gain(3)
+    run.blocks[3].r2, run.swaps[3].delta_ppl
 
 A folder has a profile, or the log of a training, or both; the rest may be missing. Files come from
 outside: what is not as expected is refused in one line, and what a nested value should have been is
@@ -31,6 +31,7 @@ class Run:
     probe: dict[str, Any] = field(default_factory=dict)
     probes: dict[int, BlockProbe] = field(default_factory=dict)
     compress: dict[str, Any] = field(default_factory=dict)
+    untrained: dict[int, tuple[float, float]] = field(default_factory=dict)  # lowest, highest R2
     training: list[dict[str, Any]] = field(default_factory=list)  # rows of a monitor's log
 
     def fact(self, *keys: str) -> Any:
@@ -70,6 +71,9 @@ def read_run(folder: str | Path) -> Run:
             parts[f"{kind}s"] = {b.index: b for b in found}
     if (folder / "compress.json").exists():
         parts["compress"] = read_json(folder / "compress.json", "compress")
+    if (folder / "control-random-init.json").exists():
+        control = read_json(folder / "control-random-init.json", "control-random-init")
+        parts["untrained"] = _bands(listed(control, "blocks"))
     if (folder / "monitor.jsonl").exists():
         _, parts["training"] = read_monitor(folder / "monitor.jsonl")
     return Run(**parts)
@@ -83,6 +87,13 @@ def _records(path: Path, data: dict[str, Any], record: type[Any]) -> list[Any]:
         return [record.from_dict(b) for b in listed]
     except (ValueError, TypeError) as err:
         raise ValueError(f"{path}: {err}") from None
+
+
+def _bands(blocks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    found = [tuple(inside(b, k) for k in ("index", "low", "high")) for b in blocks]
+    return {
+        int(i): (a, b) for i, a, b in found if i is not None and a is not None and b is not None
+    }
 
 
 def inside(data: Any, *keys: str) -> float | None:

@@ -34,7 +34,7 @@ DARK = {
 }
 RUNS = tuple(name for name in LIGHT if name.startswith("c"))
 DASHES = {"dash": (6, 3), "dots": (1.5, 3)}
-WIDTHS = {"thin": 1.0, "": 1.7}
+WIDTHS = {"thin": 1.0, "wide": 7.0, "": 1.7}
 FONT = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
 TEXT = {"": 13.0, "small": 11.5}
 
@@ -66,7 +66,8 @@ def stylesheet(palette: dict[str, str] | None = None) -> str:
     rules = [
         f".hl text{{font:{TEXT['']:g}px {FONT}}}",
         f".hl .small{{font-size:{TEXT['small']:g}px}}.hl .bold{{font-weight:600}}",
-        ".hl .l{fill:none;stroke-linejoin:round}.hl .l{stroke-width:1.7}.hl .thin{stroke-width:1}",
+        f".hl .l{{fill:none;stroke-linejoin:round;stroke-width:{WIDTHS['']}}}",
+        *(f".hl .{name}{{stroke-width:{width:g}}}" for name, width in WIDTHS.items() if name),
         ".hl .d{stroke-width:1.4}.hl .soft{opacity:.45}",
     ]
     rules += [f".hl .{n}{{stroke-dasharray:{a:g} {b:g}}}" for n, (a, b) in DASHES.items()]

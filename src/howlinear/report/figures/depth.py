@@ -11,6 +11,7 @@ from howlinear.report.figure import Choice, Figure, key, looks
 from howlinear.report.runs import Run
 from howlinear.words import known, number, percent, percent_se
 
+UNTRAINED = " Grey: where the same architecture lies untrained."
 WIDTH, LEFT, RIGHT = 780, 58, 768
 READING = (
     "Solid: R2 with its standard error. Dashed: the same without first positions (body); where it "
@@ -48,14 +49,14 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     key(canvas, [(a, "muted", m, p) for a, _, m, p in entries], LEFT, 20)
     if swapped:
         _costs(canvas, x, runs, relative, axis)
-    several = len(runs) > 1
+    several, untrained = len(runs) > 1, any(run.untrained for run in runs)
     switches = (Choice("body", "body"), Choice("scalar", "scalar mean", on=not several))
     return Figure(
         "profile",
         "How linear each block is, and what replacing it costs"
         if swapped
         else "How linear each block is",
-        READING + (COSTS if swapped else ""),
+        READING + (COSTS if swapped else "") + (UNTRAINED if untrained else ""),
         canvas,
         ("run", "block", "R2", "se", "body", "scalar", "cost, nats", "se", "plain, nats"),
         [_row(run, b) for run in runs for b in run.blocks],
@@ -82,6 +83,7 @@ def _r2(panel: Panel, run: Run, i: int, relative: bool) -> None:
         series = name.removeprefix("r2_")
         values = [(x, known(getattr(b, name))) for x, b in at]
         panel.line(values, colour, mode, part=f"{part} {series}")
+    _untrained(panel, run, part, relative)
     for x, b in at:
         if b.r2_se is not None:
             panel.whisker(x, b.r2 - b.r2_se, b.r2 + b.r2_se, colour, f"{part} r2")
@@ -92,6 +94,17 @@ def _r2(panel: Panel, run: Run, i: int, relative: bool) -> None:
         about = f"{run.name}, block {b.index}: R2 {pm(b.r2, b.r2_se)}, body {number(b.r2_body)}, "
         about += f"scalar {number(b.r2_scalar)}; {b.kind}"
         panel.dot(x, b.r2, colour, shape=shape, part=f"{part} r2", about=about)
+
+
+def _untrained(panel: Panel, run: Run, part: str, relative: bool) -> None:
+    for index, (low, high) in run.untrained.items():
+        x, part_of = run.depth(index, relative), f"{part} untrained"
+        about = f"{run.name}, block {index} untrained: R2 {number(low)} to {number(high)}"
+        if panel.y.holds(high):
+            ends = [panel.at(x, low - 0.004), panel.at(x, high + 0.004)]  # seen if it is a point
+            panel.canvas.line(ends, "muted", "wide soft", part_of, about)
+        else:
+            panel.dot(x, high, "muted", mode="soft", part=part_of, about=about)
 
 
 def pm(value: float | None, se: float | None) -> str:
