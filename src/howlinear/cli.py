@@ -46,6 +46,7 @@ from howlinear.cli_parts import (
     versions,
 )
 from howlinear.cli_profile import merge, profile
+from howlinear.cli_reproduce import reproduce
 
 
 class Units(StrEnum):
@@ -89,6 +90,7 @@ app = typer.Typer(
 )
 app.command()(profile)
 app.command()(merge)
+app.command()(reproduce)
 app.add_typer(control, name="control")
 
 
