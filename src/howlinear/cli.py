@@ -47,6 +47,7 @@ from howlinear.cli_parts import (
 )
 from howlinear.cli_profile import merge, profile
 from howlinear.cli_report import report
+from howlinear.cli_reproduce import reproduce
 
 
 class Units(StrEnum):
@@ -91,6 +92,7 @@ app = typer.Typer(
 app.command()(profile)
 app.command()(merge)
 app.command()(report)
+app.command()(reproduce)
 app.add_typer(control, name="control")
 
 

@@ -16,10 +16,11 @@ import contextlib
 import gzip
 import hashlib
 import importlib.util
+import io
 import logging
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,8 +62,9 @@ def builtin(name: str = "wikitext") -> Text:
     """A text that is there without the network; BUILTIN names them.
 
     "wikitext" is WikiText-2 raw, its bytes as they stand, from a package that is found and never
-    imported. "python-docs", the language reference, and "python-code", the standard library, are
-    those of the Python that runs: their fingerprints tell versions apart.
+    imported; "wikitext-rows" is the same words as the paper joins them. "python-docs", the language
+    reference, and "python-code", the standard library, are those of the Python that runs: their
+    fingerprints tell versions apart.
     """
     return BUILTIN[name]()
 
@@ -78,6 +80,30 @@ def _wikitext() -> Text:
         f"the built-in text WikiText-2 is not installed: run `{INSTALL_BUILTIN}`, "
         "or bring a text with --text-file or --dataset"
     )
+
+
+def _wikitext_rows() -> Text:
+    """Rows of Salesforce/wikitext joined by one more newline each: not the bytes of the raw file.
+
+    Without the package the data set itself is read, which gives the same text.
+    """
+    try:
+        raw = _wikitext()
+    except ValueError as missing:
+        with contextlib.suppress(ValueError):  # no `datasets`, or no network
+            return from_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
+        raise missing from None
+
+    def later(read: Callable[[], str]) -> Callable[[], str]:
+        return lambda: joined_rows(read())
+
+    name = "WikiText-2 raw, rows joined (built-in)"
+    return Text(name, joined_rows(raw.fit), later(raw.choose), later(raw.report), raw.parts)
+
+
+def joined_rows(raw: str) -> str:
+    """A raw file as its data set has it, a newline between rows: lines keep theirs, blanks lose it."""
+    return "\n".join(line if line.strip() else "" for line in io.StringIO(raw))
 
 
 def _python_docs() -> Text:
@@ -96,7 +122,12 @@ def _python_code() -> Text:
     return _one_text("Python standard library (built-in)", "\n".join(sources))
 
 
-BUILTIN = {"wikitext": _wikitext, "python-docs": _python_docs, "python-code": _python_code}
+BUILTIN = {
+    "wikitext": _wikitext,
+    "wikitext-rows": _wikitext_rows,
+    "python-docs": _python_docs,
+    "python-code": _python_code,
+}
 
 
 def open_text(source: str) -> Text:
@@ -126,10 +157,20 @@ def from_file(path: str | Path) -> Text:
     return _one_text(name, text)
 
 
+def as_lines(rows: Iterable[str]) -> str:
+    """Each row ends with one newline, added where it has none."""
+    return "".join(row if row.endswith("\n") else row + "\n" for row in rows)
+
+
 def from_dataset(
-    id: str, config: str | None = None, split: str = "train", column: str = "text"
+    id: str,
+    config: str | None = None,
+    split: str = "train",
+    column: str = "text",
+    *,
+    join: Callable[[Iterable[str]], str] = as_lines,
 ) -> Text:
-    """Rows of a dataset, each ending with one newline (added where it has none).
+    """Rows of a dataset, as lines unless `join` puts them together otherwise.
 
     With split "train", the dataset's own validation and test splits are held out (one of them alone
     is halved). Any other split, and a dataset that has only "train", counts as one text.
@@ -145,15 +186,16 @@ def from_dataset(
     except Exception as err:  # the hub, the builders and the file formats each have their own
         told = f"dataset {id}, config {config}, split {split} cannot be loaded ({one_line(err)})"
         raise ValueError(f"{told}: check --dataset, --dataset-config and --split") from err
-    fit = _column(chosen, id, column)
+    read = partial(_column, id=id, column=column, join=join)
+    fit = read(chosen)
     label = " ".join(part for part in (id, config) if part)
     valid = next((name for name in VALID_NAMES if name in data and split == "train"), None)
     test = "test" if "test" in data and split == "train" else None
     if valid and test:
-        held = [partial(_column, data[name], id, column) for name in (valid, test)]
+        held = [partial(read, data[name]) for name in (valid, test)]
         return Text(label, fit, held[0], held[1], (split, valid, test))
     if only := valid or test:
-        whole = partial(_column, data[only], id, column)
+        whole = partial(read, data[only])
         parts = (split, f"{only}, first half", f"{only}, second half")
         return Text(label, fit, partial(_half, whole, 0), partial(_half, whole, 1), parts)
     return _one_text(f"{label} {split}", fit)
@@ -268,7 +310,7 @@ def _half(read: Callable[[], str], which: int) -> str:
     return text[middle:] if which else text[:middle]
 
 
-def _column(data: Any, id: str, column: str) -> str:
+def _column(data: Any, id: str, column: str, join: Callable[[Iterable[str]], str]) -> str:
     if column not in data.column_names:
         names = ", ".join(data.column_names)
         raise ValueError(
@@ -277,7 +319,7 @@ def _column(data: Any, id: str, column: str) -> str:
     rows = list(data[column])
     if odd := next((type(row).__name__ for row in rows if not isinstance(row, str)), None):
         raise ValueError(f"dataset {id}: column {column} holds {odd}, not text: set --text-column")
-    text = "".join(row if row.endswith("\n") else row + "\n" for row in rows)
+    text = join(rows)
     if not text.strip():
         raise ValueError(f"dataset {id}: column {column} is empty: set --text-column or --split")
     return text

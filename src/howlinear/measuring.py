@@ -48,7 +48,8 @@ def measure(store: BlockStore, split: Split) -> Measured:
     """Score every held-out group with the map fitted on the others; fit the saved map on all."""
     known = store.known
     block, held = store.block, split.held(store.sizes)
-    crossed = _cross_validate(store, held)
+    folds = isinstance(split, Folds)  # one split has no spread
+    crossed = _cross_validate(store, held, around_fit=not folds)
     total = _pooled(crossed.scores)
     r2_body = _pooled(crossed.body).r2 if crossed.body else math.nan
     full = _added([*store.body, *store.first], range(2 * len(store.body)), block.d_in)
@@ -61,7 +62,6 @@ def measure(store: BlockStore, split: Split) -> Measured:
     signal = None
     if known.care is not None:
         signal = 0.5 * float((known.care * total.ss_res.cpu()).sum()) / total.weight
-    folds = isinstance(split, Folds)  # one split has no spread
     record = BlockProfile(
         index=block.index,
         path=block.path,
@@ -132,7 +132,7 @@ class Crossed:
     gains: list[float]  # of fewer fit rows, by the last group: what the learning curve is made of
 
 
-def _cross_validate(store: BlockStore, held: list[int]) -> Crossed:
+def _cross_validate(store: BlockStore, held: list[int], around_fit: bool) -> Crossed:
     groups, d = [g for g, size in enumerate(store.sizes) if size], store.block.d_in
     scores: list[Score] = []
     body: list[Score] = []
@@ -147,7 +147,7 @@ def _cross_validate(store: BlockStore, held: list[int]) -> Crossed:
         test.merge(store.first[f].narrow(d))
         maps[f], Z = _fitted(train)
         scores.append(score(maps[f], test))
-    rank = effective_rank(maps[f], Z, train.mean_x, test)
+    rank = effective_rank(maps[f], Z, train.mean_x, test, around_fit=around_fit)
     return Crossed(scores, body, maps, rank, _curve(store, rest, test, scores[-1]))
 
 
