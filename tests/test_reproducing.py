@@ -23,9 +23,8 @@ def block(index, width=768, **values):
     fields = BlockProfile.__dataclass_fields__.values()
     plain = {f.name: kinds.get(str(f.type)) for f in fields}
     plain |= {name: 0.5 for name, value in plain.items() if value is None}
-    nothing = dict.fromkeys(
-        ("r2_se", "r2_body_se", "r2_curve", "sink_units", "sink_shares", "fold_sums")
-    )
+    absent = "r2_se r2_body_se r2_curve sink_units sink_shares fold_sums"
+    nothing = dict.fromkeys([*absent.split(), "input_spectrum", "map_spectrum"])
     shape = {"index": index, "d_in": width, "d_out": width, "effective_rank": 5}
     return plain | nothing | shape | values
 
