@@ -28,7 +28,8 @@ import torch
 
 import howlinear as hl
 from howlinear.corpus import builtin
-from howlinear.costs import profile_cost, size
+from howlinear.costs import profile_cost
+from howlinear.figures import size
 from howlinear.passes import Course
 from howlinear.ranks import Ranks
 from howlinear.saving import Saves

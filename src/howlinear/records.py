@@ -346,8 +346,8 @@ def clean(value: Any) -> Any:
     return value
 
 
-def dumps(data: Mapping[str, Any]) -> str:
-    return json.dumps(clean(data), indent=1, allow_nan=False, ensure_ascii=False)
+def dumps(data: Mapping[str, Any], *, ascii_only: bool = False) -> str:
+    return json.dumps(clean(data), indent=1, allow_nan=False, ensure_ascii=ascii_only)
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
