@@ -101,6 +101,7 @@ def test_signs_are_spelled_out():
     assert "dppl +- se" in render(shown.swap(shown.USUAL), 80, "ascii")
     assert "\\u4e2d" in render(shown.probe("where")(shown.USUAL), 200, "ascii")
     assert spelled("Δ ± …", "latin-1") == "d ± ..."
+    assert all(len(spelled(c, "ascii")) == 1 for c in "▏▎▍▌▋▊▉█")  # columns stay columns
 
 
 def test_bars():

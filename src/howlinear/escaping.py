@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 SPELLING = {"±": "+-", "Δ": "d", "…": "...", "→": "->", "␣": "_"}
-SPELLING |= dict.fromkeys("▌▋▊▉█", "#") | dict.fromkeys("▏▎▍", "")  # cells of a bar, rounded
+SPELLING |= dict.fromkeys("▌▋▊▉█", "#") | dict.fromkeys("▏▎▍", " ")  # cells of a bar, rounded
 
 
 def escaped(text: object) -> str:
