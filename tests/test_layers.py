@@ -33,9 +33,18 @@ def test_the_ground_floor_imports_no_sibling(name):
     assert siblings(name) == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["records", "plan", "jackknife", "terminal", "cli", "cli_parts", "cli_control"]
-)
+LIGHT = ["records", "plan", "jackknife", "escaping", "figures", "results", "tables", "terminal"]
+LIGHT += [
+    "terminal_probe",
+    "terminal_compress",
+    "terminal_compare",
+    "cli",
+    "cli_parts",
+    "cli_control",
+]
+
+
+@pytest.mark.parametrize("name", LIGHT)
 def test_torch_is_not_needed_for_reading_results(name):
     top = {
         n
