@@ -13,8 +13,17 @@ from howlinear.escaping import escaped, spelled
 
 # a number as figures.py writes it, standing alone
 NUMBERS = {
-    "usual": ["0.887", "+4.60", "±0.85", "±.003", "2.32M", "2,320,000", "+0.8870"],
-    "wild": ["-12.345", "+1.2e6", "±3.0e5", "±.123", "1.00B", "1,000,000,000", "-12.3451"],
+    "usual": ["0.887", "+4.60", "±0.85", "±.003", "2.32M", "2,320,000", "+0.8870", "123457"],
+    "wild": [
+        "-12.345",
+        "+1.2e6",
+        "±3.0e5",
+        "±.123",
+        "1.00B",
+        "1,000,000,000",
+        "-12.3451",
+        "123457",
+    ],
 }
 SAYS = {  # which of them, by place in the lists above
     "profile": (0, 3),
@@ -34,7 +43,7 @@ SAYS = {  # which of them, by place in the lists above
     "probe quantised": (1,),
     "probe healing": (1,),
     "compress": (1, 2, 5),
-    "bench": (4,),
+    "bench": (4, 7),
     "compare 2": (0, 3),
     "compare 9": (0, 3),
     "control random-init": (0, 3),
@@ -102,6 +111,12 @@ def test_signs_are_spelled_out():
     assert "\\u4e2d" in render(shown.probe("where")(shown.USUAL), 200, "ascii")
     assert spelled("Δ ± …", "latin-1") == "d ± ..."
     assert all(len(spelled(c, "ascii")) == 1 for c in "▏▎▍▌▋▊▉█")  # columns stay columns
+
+
+def test_what_did_not_converge_has_a_star_and_its_meaning():
+    assert "3000*" in (told := render(shown.probe("dense")(shown.USUAL), 80))
+    assert "*: not converged" in told
+    assert "*: not" not in render(shown.probe("bilinear")(shown.USUAL), 80)  # has no such column
 
 
 def test_bars():

@@ -17,6 +17,7 @@ from howlinear.records import SCHEMA, write_json
 pty = pytest.importorskip("pty")  # there is none on Windows
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])[\d;]*m")
+NAME = "modèle 模"  # which Python would escape as JSON does not
 PLAIN = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm-256color", "COLUMNS": "80"}
 
 
@@ -86,7 +87,7 @@ def runs(tmp_path):
     for name in ("a", "b"):
         blocks = [shown.profile_block(shown.USUAL, i).to_dict() for i in range(3)]
         about = {
-            "model": {"id": "模型"},
+            "model": {"id": NAME},
             "corpus": {"name": name},
             "settings": {"protocol": "paper"},
         }
@@ -124,7 +125,7 @@ def test_json_has_no_codes(monkeypatch, runs, where):
     with where(monkeypatch, "stdout") as seen:
         called(monkeypatch, "compare", *runs, "--json")
     assert "\x1b" not in seen[0]
-    assert json.loads(seen[0])["runs"][0]["model"]["id"] == "模型"
+    assert json.loads(seen[0])["runs"][0]["model"]["id"] == NAME
 
 
 def test_a_stdout_that_holds_only_ascii(monkeypatch, runs):
@@ -134,8 +135,8 @@ def test_a_stdout_that_holds_only_ascii(monkeypatch, runs):
     with piped(monkeypatch, "stdout", "ascii") as document:
         called(monkeypatch, "compare", *runs, "--json")
     assert "0.887 +-.003 #####" in table[0]
-    assert r"a: \u6a21\u578b, a" in table[0]
-    assert json.loads(document[0])["runs"][0]["model"]["id"] == "模型"
+    assert r"a: mod\xe8le \u6a21, a" in table[0]
+    assert json.loads(document[0])["runs"][0]["model"]["id"] == NAME
 
 
 NAMED = "[red]step\x1b[31m"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from howlinear.escaping import escaped, spelled
 
-HEADING = 24  # cells of a heading, at most
+HEADING = 30  # cells of a heading, at most
 LEAST = 20  # words of so many cells are not cut
 
 Cell = str | Text

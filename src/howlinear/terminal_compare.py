@@ -34,10 +34,8 @@ def show_comparison(console: Console, data: dict[str, Any], blocks: list[dict[st
 
 
 def _r2(run: dict[str, Any] | None, bars: bool) -> str:
-    if run is None:
-        return "-"
-    shown = with_se(run["r2"], run["r2_se"])
-    return f"{shown} {bar(run['r2'], BAR):{BAR}}" if bars else shown
+    r2, se = (None, None) if run is None else (run["r2"], run["r2_se"])
+    return f"{with_se(r2, se)} {bar(r2, BAR):{BAR}}" if bars else with_se(r2, se)
 
 
 def _show_pair(console: Console, pair: dict[str, Any]) -> None:

@@ -124,5 +124,5 @@ def _rate(spread: dict[str, float] | None) -> str:
     if spread is None:
         return "-"
     digits = 1 if spread["median"] < 100 else 0
-    low, middle, high = (number(spread[k], digits) for k in ("q25", "median", "q75"))
+    low, middle, high = (f"{spread[k]:.{digits}f}" for k in ("q25", "median", "q75"))
     return f"{middle} ({low}-{high})"

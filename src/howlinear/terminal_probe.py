@@ -50,7 +50,7 @@ def _show_kind(console: Console, table: ProbeTable, own: list[tuple[BlockProbe, 
     rows = [(str(b.index), *table.cells(b, found)) for b, found in done]
     if done:
         print_table(console, ("#", *table.columns), rows, table.words)
-    if any(found.get("converged") is False for _, found in done):
+    if table.columns == NETWORK and not all(found["converged"] for _, found in done):
         write(console, "*: not converged")
     for b, found in own:
         if "skipped" in found:
