@@ -126,7 +126,7 @@ def probe(kind):
         own |= {"seeds": [{"gain": v.r2}, {"gain": v.r2}], "recruitment": 0.53, "seconds": 1234.0}
         own |= {"ranks": [{"rank": r, "gain": v.r2} for r in (1, 4, 16, 64)]}
         own |= {"at_two_matrices": 192, "r2_closed_form": v.r2, "input_condition": 4.0e12}
-        own |= {"verdict": "neither products nor cubes of the leading directions say much of it"}
+        own |= {"verdict": "no polynomial of degree 3 in the leading directions"}
         own |= {"int8": {"error": 1.25e-7}, "int4": {"error": 3.5e-3}, "healed": {"steps": 200}}
         names = [(o, i) for o in ("sgd", "adam", "adamw") for i in ("raw", "whitened")]
         own |= {"runs": [{"optimiser": o, "inputs": i, "r2": v.r2} for o, i in names]}

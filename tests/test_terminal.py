@@ -119,6 +119,10 @@ def test_what_did_not_converge_has_a_star_and_its_meaning():
     assert "*: not" not in render(shown.probe("bilinear")(shown.USUAL), 80)  # has no such column
 
 
+def test_a_verdict_is_whole():
+    assert "no polynomial of degree 3\n" in render(shown.probe("degree")(shown.WILD), 80)
+
+
 def test_bars():
     assert [figures.bar(x) for x in (0.53, 1.0, 7.0, 0.1)] == ["█████▎", "█" * 10, "█" * 10, "█"]
     assert [figures.bar(x) for x in (0.0, -12.3, None, float("nan"))] == [""] * 4

@@ -79,7 +79,8 @@ def _bilinear(b: BlockProbe, found: Found) -> list[str]:
 def _degree(b: BlockProbe, found: Found) -> list[str]:
     steps = found["steps"]
     shares = [number(step["recovered"]) for step in (steps[0], steps[1], steps[-1])]
-    return [number(b.r2), *shares, _cost(found, found["best"]), str(found["verdict"])]
+    verdict = str(found["verdict"]).removesuffix(" in the leading directions")  # the title has it
+    return [number(b.r2), *shares, _cost(found, found["best"]), verdict]
 
 
 def _units(b: BlockProbe, found: Found) -> list[str]:
