@@ -28,10 +28,11 @@ import torch
 
 import howlinear as hl
 from howlinear.corpus import builtin
-from howlinear.costs import profile_cost, size
+from howlinear.costs import profile_cost
 from howlinear.passes import Course
 from howlinear.ranks import Ranks
 from howlinear.saving import Saves
+from howlinear.words import size
 
 TOKENS, ROUNDS = 16384, 3
 

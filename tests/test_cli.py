@@ -237,7 +237,9 @@ def test_a_dry_run_needs_no_weights_and_writes_nothing(tmp_path, here, complaint
     assert slow["moments"] < cost["moments"] / 5
     assert slow["states"] == 2 * 4 * 40 * 4096 * 4096
     assert slow["saves"] == pytest.approx(2 * cost["kept"] / 32)
-    assert "hidden states" in here("profile", "7b", "--dry-run", "--layerwise").stdout
+    told = here("profile", "7b", "--dry-run", "--layerwise").stdout
+    assert "hidden states" in " ".join(told.split())
+    assert max(map(len, told.splitlines())) <= 80
     assert [p.name for p in tmp_path.iterdir()] == ["7b"]
     assert "no weights beside" in complaint("profile", "7b", "-o", "out")
 

@@ -243,7 +243,7 @@ def test_a_run_is_shown_in_80_columns_and_names_are_text(tmp_path, here):
     swaps(run)
     done = here("reproduce", run)
     assert done.returncode == 0, done.stderr
-    assert "./[red]gpt2[/red]?[31m, 12 blocks" in done.stdout
+    assert "./[red]gpt2[/red]\\x1b[31m, 12 blocks" in done.stdout
     assert "\x1b" not in done.stdout
     assert "-0.1234 at 11" in done.stdout
     assert " 3    0.6492 0.6492 +0.0000 0.500 0.500  0.159 0.159    3     3" in done.stdout

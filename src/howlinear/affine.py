@@ -54,7 +54,7 @@ class Rows(Protocol):
     def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Affine:
     """y ~ W x + b. `rank` is the numerical rank of the inputs that the fit found."""
 
@@ -64,6 +64,9 @@ class Affine:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight.to(x), self.bias.to(x))
+
+    def __repr__(self) -> str:
+        return f"<Affine map of {self.d_in} to {self.d_out}, inputs of rank {self.rank}>"
 
     @property
     def d_in(self) -> int:
@@ -95,7 +98,7 @@ class Affine:
         return linear
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Factored:
     """y ~ B (A x) + b: an affine map of rank r in two factors. r = 0 is a constant."""
 
@@ -106,6 +109,9 @@ class Factored:
     def __call__(self, x: Tensor) -> Tensor:
         linear = torch.nn.functional.linear
         return linear(linear(x, self.into.to(x)), self.out.to(x), self.bias.to(x))
+
+    def __repr__(self) -> str:
+        return f"<Factored map of {self.d_in} to {self.d_out}, rank {self.rank}>"
 
     @property
     def rank(self) -> int:
@@ -133,7 +139,7 @@ class Factored:
         return Factored(self.into.to(like), self.out.to(like), self.bias.to(like))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class UnitMap:
     """y ~ W x + b + D h_S: an affine map beside a few hidden units of the block, kept as they are.
 
@@ -149,6 +155,9 @@ class UnitMap:
     def __call__(self, x: Tensor) -> Tensor:
         h = self.hidden(x)
         return self.affine(x) + torch.nn.functional.linear(h, self.write.to(h))
+
+    def __repr__(self) -> str:
+        return f"<{self.affine!r} beside {len(self.units)} hidden units>"
 
     @classmethod
     def split(cls, joint: Affine, units: tuple[int, ...], hidden: torch.nn.Module) -> UnitMap:
@@ -182,7 +191,7 @@ class UnitMap:
         return UnitMap(self.affine.to(like), self.units, self.write.to(like), self.hidden)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Score:
     """How a map did on rows. Scores of disjoint rows add: each fold around its own mean."""
 
@@ -202,6 +211,9 @@ class Score:
             self.ss_tot_scalar + other.ss_tot_scalar,
             self.ss_raw + other.ss_raw,
         )
+
+    def __repr__(self) -> str:
+        return f"<Score on {self.n} rows: R2 {self.r2:.4f}>"
 
     @cached_property
     def r2(self) -> float:

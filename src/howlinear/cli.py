@@ -6,6 +6,7 @@ user can get wrong is answered in one line and exit code 2.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shlex
@@ -35,6 +36,7 @@ from howlinear.cli_parts import (
     inputs_for,
     number_or,
     own_device,
+    print_json,
     progress_bars,
     room_for_batch,
     room_for_rows,
@@ -48,6 +50,7 @@ from howlinear.cli_parts import (
 from howlinear.cli_profile import merge, profile
 from howlinear.cli_report import report
 from howlinear.cli_reproduce import reproduce
+from howlinear.escaping import escaped
 
 
 class Units(StrEnum):
@@ -444,7 +447,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Prefill and decode tokens a second, and sizes."""
-    from howlinear import models, records, speed
+    from howlinear import models, speed
 
     def loaded(name: str | None) -> tuple[Any, Any]:
         say(f"loading {name or 'the built-in model'}")
@@ -478,18 +481,20 @@ def bench(
         versions=versions(),
     )
     if as_json:
-        print(records.dumps(result.to_dict()))
+        print_json(result.to_dict())
         return
-    from rich.console import Console
-
     from howlinear import terminal
 
-    terminal.show_bench(Console(highlight=False), result.to_dict())
+    terminal.show_bench(terminal.terminal_console(), result.to_dict())
 
 
 def main() -> None:
     """Run the command; a user's mistake is one line and exit code 2, never a traceback."""
-    logging.basicConfig(level=logging.WARNING, format="howlinear: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Escaped("howlinear: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a code instead of a traceback
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:  # some versions of typer say it this way
@@ -512,8 +517,15 @@ def main() -> None:
         _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
 
 
+class _Escaped(logging.Formatter):
+    """Warnings may quote names from outside."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(escaped, super().format(record).splitlines()))
+
+
 def _fail(message: str, code: int) -> None:
     rank = f"rank {os.environ['RANK']}: " if follows() else ""
     line = f"howlinear: {rank}{' '.join(message.split())}"
-    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr, flush=True)
+    print(escaped(line), file=sys.stderr, flush=True)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """What several commands need: flags, texts and models of runs, room, progress.
 
-Nothing here prints to stdout but `show`.
+Nothing here prints to stdout but `show` and `print_json`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import howlinear
+from howlinear.escaping import escaped, spelled
 
 if TYPE_CHECKING:
     from howlinear.corpus import Text
@@ -44,19 +45,23 @@ def show(result: Any, table: str, where: Path | None, as_json: bool) -> None:
     """The result as one JSON document, or as a table of `terminal` and where to find it."""
     if follows():
         return
-    from howlinear import records
-
     if as_json:
-        print(records.dumps(result.to_dict()))
+        print_json(result.to_dict())
         return
-    from rich.console import Console
-
     from howlinear import terminal
 
-    console = Console(highlight=False)
+    console = terminal.terminal_console()
     getattr(terminal, table)(console, result.to_dict(), result.blocks)
     if where is not None:
-        console.print(f"results in {where}", markup=False, soft_wrap=True)
+        print(spelled(escaped(f"results in {where}"), console.encoding))  # whole, to be copied
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One document; where stdout cannot hold every letter, with codes that JSON has for them."""
+    from howlinear import records
+
+    encoding = (sys.stdout.encoding or "utf-8").lower().replace("-", "")
+    print(records.dumps(data, ascii_only=encoding != "utf8"))
 
 
 def text_of(
@@ -384,8 +389,7 @@ def say(message: str, end: str = "\n") -> None:
     """Progress, for people: stderr."""
     if follows():
         return
-    shown = "".join(c if c.isprintable() else "?" for c in message)
-    print(shown, end=end, file=sys.stderr, flush=True)
+    print(escaped(message), end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -411,23 +415,25 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    # FORCE_COLOR colours a log; a bar that moves is no use in one
+    watched = console.is_interactive and sys.stderr.isatty()
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.completed}/{task.total} tokens"),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal or follows()
+        *columns, console=console, transient=True, disable=not watched or follows()
     ) as bar:
 
         def begin(what: str, tokens: int) -> Callable[[int], None]:
-            if not console.is_terminal:
+            if not watched:
                 say(f"{what}: {tokens} tokens to run" if tokens else what)
             for task in bar.tasks:
                 bar.update(task.id, visible=False)
-            number = bar.add_task(what, total=tokens or None, rate="")
+            number = bar.add_task(escaped(what), total=tokens or None, rate="")
 
             def advance(done: int) -> None:
                 bar.advance(number, done)

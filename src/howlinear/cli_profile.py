@@ -28,6 +28,7 @@ from howlinear.cli_parts import (
     fitting,
     inputs_for,
     own_device,
+    print_json,
     progress_bar,
     progress_bars,
     say,
@@ -397,7 +398,7 @@ def _extent(net: Any, tokenizer: Any, at: Any, settings: dict[str, Any]) -> tupl
 
 def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> None:
     """What a profile would take, by the model's configuration alone."""
-    from howlinear import models, records
+    from howlinear import models
     from howlinear.costs import profile_cost
     from howlinear.profiling import with_experts
 
@@ -419,7 +420,14 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
         solver=settings["solver"],
         layerwise=settings["layerwise"],
     )
-    print(records.dumps(cost.to_dict()) if as_json else "\n".join(cost.lines()))
+    if as_json:
+        print_json(cost.to_dict())
+        return
+    from howlinear.tables import terminal_console, write
+
+    console = terminal_console()
+    for line in cost.lines():
+        write(console, line)
 
 
 def _measured(folder: Path, asked: dict[str, Any], fingerprint: str) -> bool:

@@ -19,18 +19,19 @@ from typing import Any
 from howlinear.affine import score
 from howlinear.jackknife import alike, jackknife, r2s, sums_of
 from howlinear.profiling import Profile
-from howlinear.records import SCHEMA, BlockProfile
+from howlinear.records import BlockProfile
+from howlinear.results import Result
 from howlinear.saving import read_moments
 from howlinear.stores import PARTS
-from howlinear.words import short_names
+from howlinear.words import short_names, signed
 
 
-@dataclass(frozen=True)
-class RunComparison:
+@dataclass(frozen=True, repr=False)
+class RunComparison(Result):
     """What `compare.json` holds, beside the profiles that it was made from."""
 
     names: list[str]
-    profiles: list[Profile] = field(repr=False)
+    profiles: list[Profile]
     pairs: list[dict[str, Any]]
     crossed: list[dict[str, Any]]
     notes: list[str]
@@ -48,11 +49,8 @@ class RunComparison:
             for i, b in enumerate(deepest.blocks)
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "compare",
-            "schema": SCHEMA,
-            **self.about,
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        return "compare", {
             "runs": [
                 {
                     "name": name,
@@ -67,6 +65,17 @@ class RunComparison:
             "notes": self.notes,
             "blocks": self.blocks,
         }
+
+    def _runs(self) -> list[tuple[str, Sequence[BlockProfile]]]:
+        return [(name, p.blocks) for name, p in zip(self.names, self.profiles, strict=True)]
+
+    def _line(self) -> str:
+        shifts = [
+            f"{pair['a']} to {pair['b']} {signed(pair['mean_shift']['value'], 3)}"
+            for pair in self.pairs[:3]
+        ]
+        more = ", ..." if len(self.pairs) > 3 else ""
+        return f"{len(self.names)} runs; mean shift of R2 {', '.join(shifts) or '-'}{more}"
 
 
 def compare_runs(folders: Sequence[str | Path]) -> RunComparison:

@@ -34,11 +34,13 @@ from howlinear.perplexity import (
 from howlinear.plan import Option, Step, after, descent, expected, saving, within
 from howlinear.plan import to_dict as plan_file
 from howlinear.profiling import Profile
-from howlinear.records import SCHEMA, BlockCompression, BlockPlan, read_json
+from howlinear.records import BlockCompression, BlockPlan, read_json
 from howlinear.refitting import TARGETS, Map, Shape, Workshop
+from howlinear.results import Result
 from howlinear.swap import match
 from howlinear.sweeps import Replacement, Variant, sweep
 from howlinear.units import hidden_count, taken
+from howlinear.words import signed
 
 # What is measured of each block: one matrix beside SINKS hidden units, and these shares of the hidden
 # units alone. What other ways cost is told from what they leave unexplained.
@@ -76,12 +78,12 @@ class Point:
     chosen: dict[int, Shape] = field(repr=False, default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Compression:
+@dataclass(frozen=True, eq=False, repr=False)
+class Compression(Result):
     """What became of each block and what that costs. `maps` go into the model with `install_maps`."""
 
     blocks: list[BlockCompression]
-    maps: dict[Block, Map] = field(repr=False)
+    maps: dict[Block, Map]
     change: Comparison | None  # on text that nothing was fitted to or chosen by; None: no tokens
     removed: int
     feed_forward: int  # parameters of all measured blocks
@@ -97,12 +99,9 @@ class Compression:
         """`plan.json`: what became of the replaced blocks, for `--plan`."""
         return plan_file(self.plan, self.about)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         """`compress.json`, field by field."""
-        return {
-            "kind": "compress",
-            "schema": SCHEMA,
-            **self.about,
+        return "compress", {
             "settings": self.settings,
             "parameters": self.parameters,
             "feed_forward": self.feed_forward,
@@ -114,6 +113,13 @@ class Compression:
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
         }
+
+    def _line(self) -> str:
+        gone = (
+            f"{len(self.plan)} of {len(self.blocks)} blocks replaced, {self.removed:,} parameters"
+        )
+        cost = "" if self.change is None else f", perplexity {signed(self.change.delta_ppl)}"
+        return f"{gone} removed{cost}"
 
     @property
     def plan(self) -> list[BlockPlan]:

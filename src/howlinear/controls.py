@@ -31,7 +31,8 @@ from howlinear.moments import Moments
 from howlinear.passes import Course
 from howlinear.profiling import Profile, profile
 from howlinear.ranks import ALONE, Ranks
-from howlinear.records import MONITORED, SCHEMA, BlockProfile, pearson, read_json
+from howlinear.records import MONITORED, BlockProfile, pearson, read_json
+from howlinear.results import Result
 from howlinear.stores import Folds, check_rows
 
 SCALES = (0.5, 2.0, 4.0)
@@ -43,8 +44,8 @@ def _silent(what: str, tokens: int) -> Callable[[int], None]:
     return lambda done: None
 
 
-@dataclass(frozen=True)
-class Control:
+@dataclass(frozen=True, repr=False)
+class Control(Result):
     """What `control-KIND.json` holds."""
 
     kind: str
@@ -54,16 +55,16 @@ class Control:
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": f"control-{self.kind}",
-            "schema": SCHEMA,
-            **self.about,
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        return f"control-{self.kind}", {
             "settings": self.settings,
             "summary": self.summary,
             "notes": self.notes,
             "blocks": self.blocks,
         }
+
+    def _line(self) -> str:
+        return f"{self.kind}, {len(self.blocks)} blocks"
 
 
 # -- fresh weights --------------------------------------------------------------------------------
@@ -434,8 +435,8 @@ def _over_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # -- over training --------------------------------------------------------------------------------
 
 
-@dataclass
-class Training:
+@dataclass(repr=False)
+class Training(Result):
     """Profiles of checkpoints, in the order they were asked for; `control-checkpoints.json`."""
 
     asked: dict[str, Any]
@@ -491,16 +492,18 @@ class Training:
         place = {name: i for i, name in enumerate(names)}
         self.checkpoints.sort(key=lambda c: place.get(c["name"], len(place)))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "control-checkpoints",
-            "schema": SCHEMA,
-            **self.about,
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        return "control-checkpoints", {
             "asked": self.asked,
             "summary": self.summary,
             "checkpoints": self.checkpoints,
             "blocks": self.blocks,
         }
+
+    def _line(self) -> str:
+        names = [c["name"] for c in self.checkpoints]
+        which = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
+        return f"{len(names)} checkpoints{which}, {len(self.blocks)} blocks"
 
 
 def training(path: Path, asked: dict[str, Any]) -> Training:

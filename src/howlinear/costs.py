@@ -20,6 +20,7 @@ from howlinear.layerwise import stack_of
 from howlinear.moments import Moments
 from howlinear.stores import needs
 from howlinear.units import MOST
+from howlinear.words import size
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,6 @@ def most_together(
         if max(needs(group, windows, folds, solver).memory for group in groups) <= memory:
             return count
     return None
-
-
-def size(count: float) -> str:
-    """1.2 GB"""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count / 1e3:.3g} kB"
 
 
 def _count(count: int) -> str:

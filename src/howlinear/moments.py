@@ -132,6 +132,9 @@ class Accumulator:
         self._kept = _Kept()  # few rows, as they came
         self._filled = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.n} rows, {self.d_in} to {self.d_out}>"
+
     # -- adding rows ------------------------------------------------------------------------------
 
     @property

@@ -34,6 +34,7 @@ from howlinear.families import Block, blocks
 from howlinear.perplexity import evaluating
 from howlinear.profiling import Profile, profile
 from howlinear.records import MONITORED, SCHEMA, atomic, clean, read_monitor
+from howlinear.results import extremes
 from howlinear.stores import Folds, check_rows
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,18 @@ class LinearityMonitor:
         self._path = None if path is None else Path(path)
         if self._path is not None and self._path.exists():
             self.rows = self._earlier(self._path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's header, and its other lines as `rows`."""
+        found: dict[str, Any] = clean({**self._header, "rows": self.rows})
+        return found
+
+    def __repr__(self) -> str:
+        said = f"{len(self.blocks)} blocks, {len(self.rows)} measurements"
+        if self.rows and self.rows[-1]["blocks"]:
+            r2s = ((b["index"], b["r2"]) for b in self.rows[-1]["blocks"])
+            said += f"; at step {self.rows[-1]['step']} R2 {extremes(r2s)}"
+        return f"<LinearityMonitor: {said}>"
 
     @property
     def overhead(self) -> float:

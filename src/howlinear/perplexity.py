@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from howlinear.families import backbone, call_options
+from howlinear.records import clean
 from howlinear.resuming import answering
 
 CHUNK = 2**22  # logits at a time: 16 MB in float32, which the scores then find near
@@ -409,10 +410,11 @@ def _estimates(sums: Callable[[Any], Tensor]) -> tuple[property, property]:
 
 def _fields(answer: Loss | Comparison, names: str) -> dict[str, Any]:
     about = {"protocol": answer.protocol.name, "tokens": answer.tokens}
-    return about | {"windows": len(answer.counts)} | {n: getattr(answer, n) for n in names.split()}
+    values = clean({name: getattr(answer, name) for name in names.split()})
+    return about | {"windows": len(answer.counts)} | values
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Loss:
     """A model's loss on a text; `nats` is the mean of a token's negative log-likelihood."""
 
@@ -445,11 +447,14 @@ class Loss:
         value = f"perplexity {self.perplexity:.2f} ± {self.perplexity_se:.2f}"
         return f"{value} ({self.protocol}, {self.tokens} tokens)"
 
+    def __repr__(self) -> str:
+        return f"<Loss: {self}>"
+
     def to_dict(self) -> dict[str, Any]:
         return _fields(self, "nats nats_se perplexity perplexity_se bits_per_byte")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """Two models on the same tokens, so that what both find hard cancels. Sums are by window."""
 
@@ -496,6 +501,9 @@ class Comparison:
         shown = {"Δnll": "delta_nll", "Δppl": "delta_ppl", "KL": "kl", "top-1": "top1"}.items()
         parts = [f"{k} {getattr(self, v):.4g} ± {getattr(self, v + '_se'):.2g}" for k, v in shown]
         return f"{', '.join(parts)} ({self.protocol}, {self.tokens} tokens)"
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {self}>"
 
     def to_dict(self) -> dict[str, Any]:
         names = "delta_nll delta_nll_se delta_ppl delta_ppl_se kl kl_se top1 top1_se"

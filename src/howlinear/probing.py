@@ -40,7 +40,6 @@ from howlinear.polynomials import degrees
 from howlinear.profiling import Profile
 from howlinear.reading import Decode, directions, where
 from howlinear.records import (
-    SCHEMA,
     BlockProbe,
     BlockSwap,
     pearson,
@@ -48,6 +47,7 @@ from howlinear.records import (
     spearman,
     write_json,
 )
+from howlinear.results import Result
 from howlinear.rounding import rounding_errors
 from howlinear.samples import (
     Cast,
@@ -95,12 +95,12 @@ class Settings:
             raise ValueError("rank and seeds must be 1 at least (--rank, --seeds)")
 
 
-@dataclass(frozen=True, eq=False)
-class Probes:
+@dataclass(frozen=True, eq=False, repr=False)
+class Probes(Result):
     """What was found; `layers[i][kind]` are layers by name that can be swapped in for block i."""
 
     blocks: list[BlockProbe]
-    layers: dict[int, dict[str, Layers]] = field(repr=False)
+    layers: dict[int, dict[str, Layers]]
     base: Loss | None
     settings: dict[str, Any]
     notes: list[str]
@@ -110,18 +110,19 @@ class Probes:
     def summary(self) -> dict[str, Any]:
         return summarise(self.blocks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         """`probe.json`, field by field."""
-        return {
-            "kind": "probe",
-            "schema": SCHEMA,
-            **self.about,
+        return "probe", {
             "settings": self.settings,
             "base": None if self.base is None else self.base.to_dict(),
             "summary": self.summary,
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
         }
+
+    def _line(self) -> str:
+        made = [kind for kind in KINDS if any(getattr(b, kind) is not None for b in self.blocks)]
+        return f"{len(self.blocks)} blocks; {', '.join(made)}"
 
     def save(self, folder: str | Path) -> None:
         """Write probe.json. Probes of other kinds or blocks on the same rows stay in it."""

@@ -31,13 +31,14 @@ from howlinear.measuring import Measured, MeasuredExpert, measure, measure_exper
 from howlinear.offload import device_of, is_offloaded, resident
 from howlinear.passes import Course, Windows, collected, pieces
 from howlinear.records import (
-    SCHEMA,
     BlockExpert,
     BlockProfile,
+    blocks_of,
     read_json,
     summarise,
     write_json,
 )
+from howlinear.results import Result, extremes
 from howlinear.saving import Saved, Saves, forget, saved_maps, start_again, write_map, write_store
 from howlinear.stores import (
     SOLVERS,
@@ -56,14 +57,14 @@ from howlinear.units import sink_units
 PROTOCOLS = ("default", "paper")
 
 
-@dataclass(frozen=True, eq=False)
-class Profile:
+@dataclass(frozen=True, eq=False, repr=False)
+class Profile(Result):
     """What one pass measured. `blocks` is what to read; `maps[i]` is block i's fitted map."""
 
     blocks: list[BlockProfile]
     maps: Mapping[int, Affine]
     r2_by_feature: Mapping[int, Tensor]
-    stores: list[BlockStore] = field(repr=False)
+    stores: list[BlockStore]
     settings: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
     experts: list[BlockExpert] = field(
@@ -102,18 +103,21 @@ class Profile:
             )
         return notes
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         """`profile.json`, field by field."""
-        return {
-            "kind": "profile",
-            "schema": SCHEMA,
-            **self.about,
+        return "profile", {
             "settings": self.settings,
             "summary": self.summary,
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
             **({"experts": [e.to_dict() for e in self.experts]} if self.experts else {}),
         }
+
+    def _runs(self) -> list[tuple[str, Sequence[BlockProfile]]]:
+        return [("profile", self.blocks)]
+
+    def _line(self) -> str:
+        return f"{len(self.blocks)} blocks, R2 {extremes((b.index, b.r2) for b in self.blocks)}"
 
     def save(self, folder: str | Path) -> None:
         """Write the run folder; `profile.json` comes last, so that it stands for the whole."""
@@ -133,12 +137,10 @@ class Profile:
         """Read a run folder back. Maps are read when asked for, moments by `read_moments`."""
         folder = Path(folder)
         data = read_json(folder / "profile.json", "profile")
-        listed = data.pop("blocks", None)
-        if not isinstance(listed, list) or not all(isinstance(b, dict) for b in listed):
-            raise ValueError(f"{folder / 'profile.json'} lists no blocks")
+        records = blocks_of(folder / "profile.json", data, BlockProfile)
         single, settings = data.pop("experts", []), data.pop("settings", {})
+        del data["blocks"]
         try:
-            records = [BlockProfile.from_dict(b) for b in listed]
             experts = [BlockExpert.from_dict(e) for e in single]
             if not isinstance(settings, dict):
                 raise ValueError("settings are not as expected")
@@ -268,18 +270,21 @@ def is_expert(store: BlockStore) -> bool:
     return bool(getattr(store.block, "expert", ""))
 
 
-@dataclass(frozen=True, eq=False)
-class Shard:
+@dataclass(frozen=True, eq=False, repr=False)
+class Shard(Result):
     """A part of a text, read: its moments are in its folder and wait to be added up."""
 
     blocks: list[dict[str, Any]]
     settings: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         """`shard.json`, field by field."""
-        head = {"kind": "shard", "schema": SCHEMA, **self.about}
-        return {**head, "settings": self.settings, "blocks": self.blocks}
+        return "shard", {"settings": self.settings, "blocks": self.blocks}
+
+    def _line(self) -> str:
+        part, parts = self.settings["shard"]
+        return f"{part} of {parts}, {len(self.blocks)} blocks, {self.settings['read']} tokens"
 
     def save(self, folder: str | Path) -> None:
         write_json(Path(folder) / "shard.json", self.to_dict())

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 SCHEMA = 1
 MAX_JSON = 64 * 2**20  # bytes; a larger file is not one of ours
@@ -348,8 +348,8 @@ def clean(value: Any) -> Any:
     return value
 
 
-def dumps(data: Mapping[str, Any]) -> str:
-    return json.dumps(clean(data), indent=1, allow_nan=False, ensure_ascii=False)
+def dumps(data: Mapping[str, Any], *, ascii_only: bool = False) -> str:
+    return json.dumps(clean(data), indent=1, allow_nan=False, ensure_ascii=ascii_only)
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
@@ -376,6 +376,20 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
             f"make it anew or install the howlinear that wrote it"
         )
     return data
+
+
+R = TypeVar("R", bound=_Record)
+
+
+def blocks_of(path: str | Path, data: Mapping[str, Any], record: type[R]) -> list[R]:
+    """The blocks that a file lists, checked; ValueError in one line if they are not as expected."""
+    listed = data.get("blocks")
+    if not (isinstance(listed, list) and listed and all(isinstance(b, dict) for b in listed)):
+        raise ValueError(f"{path} lists no blocks")
+    try:
+        return [record.from_dict(b) for b in listed]
+    except (ValueError, TypeError) as err:
+        raise ValueError(f"{path}: {err}") from None
 
 
 def check_same(folder: Path, before: Any, now: Mapping[str, Any]) -> None:

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from howlinear.records import (
     SCHEMA,
     BlockProbe,
     BlockProfile,
     BlockSwap,
+    blocks_of,
     pearson,
     read_json,
 )
 
-R = TypeVar("R", BlockProfile, BlockSwap, BlockProbe)
 Values = dict[int, float | None]  # by block
 
 #: what the paper reports of every block, by the names of our fields
@@ -100,7 +100,7 @@ def reproduce_run(run: str | Path) -> Reproduction:
         again = ["howlinear", "profile", *([str(model)] if model else [])]
         command = shlex.join([*again, "--protocol", "paper", "-o", f"{run}-paper"])
         raise ValueError(f"{run} does not follow the paper's protocol: run `{command}`")
-    blocks = _records(run / "profile.json", data, BlockProfile)
+    blocks = blocks_of(run / "profile.json", data, BlockProfile)
     name, notes = which(about["model"], blocks)
     notes += _departures(**about)
     found: dict[str, Values] = {
@@ -204,7 +204,7 @@ def _swap_costs(run: Path, notes: list[str]) -> Values:
     if base.get("tokens") != PREDICTED:
         told = f"{base.get('tokens')!s:.20} tokens, the paper's on about {PREDICTED}"
         notes.append(f"dPPL is measured on {told} (`howlinear swap RUN --tokens {PREDICTED}`)")
-    return {b.index: b.delta_ppl_plain for b in _records(path, data, BlockSwap)}
+    return {b.index: b.delta_ppl_plain for b in blocks_of(path, data, BlockSwap)}
 
 
 def _gains(run: Path, blocks: list[BlockProfile], notes: list[str]) -> Values:
@@ -212,7 +212,7 @@ def _gains(run: Path, blocks: list[BlockProfile], notes: list[str]) -> Values:
     path = run / "probe.json"
     if not path.exists():
         return {}
-    probes = {b.index: b.bilinear for b in _records(path, read_json(path, "probe"), BlockProbe)}
+    probes = {b.index: b.bilinear for b in blocks_of(path, read_json(path, "probe"), BlockProbe)}
     found: Values = {}
     for b in blocks:
         probe = probes.get(b.index) or {}
@@ -225,16 +225,6 @@ def _gains(run: Path, blocks: list[BlockProfile], notes: list[str]) -> Values:
         way = f"--kind bilinear --solver paper --rank {RANK}"
         notes.append(f"probe.json is left out: it was not made by `howlinear probe RUN {way}`")
     return found
-
-
-def _records(path: Path, data: Mapping[str, Any], kind: type[R]) -> list[R]:
-    listed = data.get("blocks")
-    if not (isinstance(listed, list) and listed and all(isinstance(b, dict) for b in listed)):
-        raise ValueError(f"{path} lists no blocks")
-    try:
-        return [kind.from_dict(b) for b in listed]
-    except (ValueError, TypeError) as err:
-        raise ValueError(f"{path}: {err}") from None
 
 
 def _dict(value: Any) -> dict[str, Any]:

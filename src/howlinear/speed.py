@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from howlinear.perplexity import evaluating
-from howlinear.records import SCHEMA
+from howlinear.results import Result
+from howlinear.words import count, number
 
 PROMPT = 16  # tokens before decoding: short, so that decode is about weights, not about attention
 WARM_UP = 2  # steps of decoding before the clock runs
@@ -86,8 +87,8 @@ class Spread:
         return cls(median, q25, q75, ordered[out], ordered[n - 1 - out])
 
 
-@dataclass(frozen=True)
-class Speed:
+@dataclass(frozen=True, repr=False)
+class Speed(Result):
     """One model's speed and size. Seconds are those of each repeat, in the order they were run."""
 
     parameters: int  # tied weights count once
@@ -119,12 +120,17 @@ class Speed:
         rates = {"prefill": asdict(self.prefill), "decode": decode}
         return rates | {name: getattr(self, name) for name in names.split()}
 
-    def to_dict(self) -> dict[str, Any]:
-        return _document(self.about, self.settings, [self], None)
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        return "bench", _document(self.settings, [self], None)
+
+    def _line(self) -> str:
+        rates = {"prefill": self.prefill, "decode": self.decode}
+        said = [f"{name} {number(r.median, 1)}" for name, r in rates.items() if r is not None]
+        return f"{', '.join(said)} tokens/s, {count(self.parameters)} parameters"
 
 
-@dataclass(frozen=True)
-class SpeedComparison:
+@dataclass(frozen=True, repr=False)
+class SpeedComparison(Result):
     """How many times as fast `model` is as `other`, turn by turn."""
 
     model: Speed
@@ -162,7 +168,7 @@ class SpeedComparison:
             said += f", of which it reached {self.reached:.2f}"
         return said if self.decode is None else f"{said}. Decode: {_said(self.decode)}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         compared = {
             "prefill": asdict(self.prefill),
             "decode": None if self.decode is None else asdict(self.decode),
@@ -171,20 +177,17 @@ class SpeedComparison:
             "saved_share": self.saved_share,
             "verdict": self.verdict,
         }
-        return _document(self.about, self.model.settings, [self.model, self.other], compared)
+        return "bench", _document(self.model.settings, [self.model, self.other], compared)
+
+    def _line(self) -> str:
+        return self.verdict
 
 
 def _document(
-    about: dict[str, Any],
-    settings: dict[str, Any],
-    speeds: list[Speed],
-    compared: dict[str, Any] | None,
+    settings: dict[str, Any], speeds: list[Speed], compared: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The record: the model in question first, then the one beside it, then how they compare."""
     return {
-        "kind": "bench",
-        "schema": SCHEMA,
-        **about,
         "settings": settings,
         "speeds": [speed.fields() for speed in speeds],
         "comparison": compared,

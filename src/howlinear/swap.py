@@ -38,10 +38,12 @@ from howlinear.perplexity import (
 )
 from howlinear.profiling import Profile
 from howlinear.ranks import ALONE, Ranks
-from howlinear.records import SCHEMA, BlockProfile, BlockSwap, read_json, spearman, write_json
+from howlinear.records import BlockProfile, BlockSwap, read_json, spearman, write_json
+from howlinear.results import Result, extremes
 from howlinear.saving import read_moments
 from howlinear.sweeps import Cost, Replacement, Sweep, Variant, map_errors, model_inputs, sweep
 from howlinear.units import taken
+from howlinear.words import signed
 
 UNITS = (0, 1, 2, 4)
 SPARED = 0.03  # of the squared error; less, and two standard errors of a loss would not show it
@@ -55,31 +57,35 @@ Pairs = Sequence[tuple[Block, BlockProfile]]
 Progress = Callable[[str, int], Callable[[int], None]]
 
 
-@dataclass(frozen=True, eq=False)
-class Swaps:
+@dataclass(frozen=True, eq=False, repr=False)
+class Swaps(Result):
     """What swaps cost; `blocks` is what to read, `maps[i]` the map that block i was swapped for."""
 
     blocks: list[BlockSwap]
-    maps: dict[int, Map] = field(repr=False)
-    costs: dict[int, Cost] = field(repr=False)  # window by window
+    maps: dict[int, Map]
+    costs: dict[int, Cost]  # window by window
     base: Loss | None  # None where the model predicts no tokens
     settings: dict[str, Any]
     signals: dict[str, float | None]  # Spearman correlation with the plain map's delta_nll
     notes: list[str]
     about: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         """`swap.json`, field by field."""
-        return {
-            "kind": "swap",
-            "schema": SCHEMA,
-            **self.about,
+        return "swap", {
             "settings": self.settings,
             "base": None if self.base is None else self.base.to_dict(),
             "signals": self.signals,
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
         }
+
+    def _line(self) -> str:
+        alone = f"{len(self.blocks)} blocks, each replaced alone"
+        if self.base is None:
+            return f"{alone}, cosine {extremes((b.index, b.cosine) for b in self.blocks)}"
+        rises = extremes(((b.index, b.delta_ppl) for b in self.blocks), signed)
+        return f"{alone}, perplexity {rises}"
 
     def save(self, folder: str | Path) -> None:
         """Write swap.json, and the measured cost in place of what the profile could only expect."""

@@ -23,17 +23,19 @@ from howlinear.families import blocks
 from howlinear.perplexity import Batches, Loss, Protocol
 from howlinear.profiling import Profile
 from howlinear.ranks import ALONE, Ranks
-from howlinear.records import SCHEMA, BlockExpert, ExpertSwap, write_json
+from howlinear.records import BlockExpert, ExpertSwap, write_json
+from howlinear.results import Result, extremes
 from howlinear.saving import read_map
 from howlinear.sweeps import Cost, sweep
+from howlinear.words import signed
 
 ESTIMATES = [
     f"{name}{end}" for name in ("delta_nll", "delta_ppl", "kl", "top1") for end in ("", "_se")
 ]
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertSwaps:
+@dataclass(frozen=True, eq=False, repr=False)
+class ExpertSwaps(Result):
     """What swaps cost, expert by expert; `blocks` is what to read."""
 
     blocks: list[ExpertSwap]
@@ -41,16 +43,18 @@ class ExpertSwaps:
     settings: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _file(self) -> tuple[str, dict[str, Any]]:
         """`swap-experts.json`, field by field."""
-        return {
-            "kind": "swap-experts",
-            "schema": SCHEMA,
-            **self.about,
+        return "swap-experts", {
             "settings": self.settings,
             "base": self.base.to_dict(),
             "blocks": [b.to_dict() for b in self.blocks],
         }
+
+    def _line(self) -> str:
+        rises = ((f"{b.index}.{b.expert}", b.delta_ppl) for b in self.blocks)
+        alone = f"{len(self.blocks)} experts, each replaced alone"
+        return f"{alone}, perplexity {extremes(rises, signed)}"
 
     def save(self, folder: str | Path) -> None:
         write_json(Path(folder) / "swap-experts.json", self.to_dict())

@@ -13,10 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from howlinear.escaping import escaped
 from howlinear.families import Block, Rows, backbone, blocks, swapped, tap
 from howlinear.perplexity import (
     Batch,
@@ -34,6 +36,7 @@ from howlinear.perplexity import (
     reference,
 )
 from howlinear.ranks import ALONE, Ranks
+from howlinear.records import clean
 from howlinear.resuming import Recording
 
 ROOM = 2**26  # logits of the original model that are kept while variants are held against them
@@ -42,7 +45,7 @@ Replacement = Callable[[Tensor], Tensor]
 Variant = tuple[Block, Replacement]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cost:
     """What one replacement of one block does to the model, and how far it is from the block."""
 
@@ -51,6 +54,17 @@ class Cost:
     cosine: float  # mean over rows, of the block's output and the replacement's
     rmse: float  # of an element of the block's output
     stream_error: float  # mean over rows of |y - map(x)|^2 / |h|^2; nan where h is not known
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, None for numbers that are not finite."""
+        found: dict[str, Any] = {"index": self.block.index, "path": self.block.path}
+        found["change"] = None if self.change is None else self.change.to_dict()
+        names = ("cosine", "rmse", "stream_error")
+        return found | clean({name: getattr(self, name) for name in names})
+
+    def __repr__(self) -> str:
+        said = f"cosine {self.cosine:.3f}" if self.change is None else str(self.change)
+        return escaped(f"<Cost of block {self.block.index} ({self.block.path}): {said}>")
 
 
 @dataclass(frozen=True, eq=False)

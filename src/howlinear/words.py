@@ -1,32 +1,107 @@
-"""Numbers and strings as a person reads them. No sibling is imported.
+"""Numbers as people read them: four figures or so whatever their size, `-` where there is none.
 
-Strings from outside (model names, module paths, tokens) may hold anything; `visible` shows what
-has no shape of its own, and what would turn the text around it, by its code.
+number(0.8871)            0.887
+signed(1234567.0)         +1.2e6
+with_se(0.8871, 0.0031)   0.887 ±.003
+count(2_320_000)          2.32M
+bar(0.53)                 █████▎
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 
 
-def visible(text: object) -> str:
-    """The same text with control characters, bidi marks and lone surrogates spelled out."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
-    )
+def number(value: float | None, digits: int = 3, sign: str = "") -> str:
+    """Fewer digits from 100 on, powers of ten from 100,000 on: nine characters at most."""
+    if value is None or value != value:
+        return "-"
+    if abs(value) >= 1e5:
+        return power(value, sign)
+    return f"{value:{sign}.{digits if abs(value) < 100 else max(digits - 2, 0)}f}"
 
 
-def known(value: object) -> float | None:
-    """A finite number, or None for whatever else a file may hold in its place."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
+def signed(value: float | None, digits: int = 2) -> str:
+    """A difference, with its sign."""
+    return number(value, digits, "+")
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+def perplexity(value: float | None) -> str:
+    """With two digits as long as there is room: two of them are often close."""
+    return f"{value:.2f}" if value is not None and value < 1e5 else number(value)
+
+
+def power(value: float | None, sign: str = "", digits: int = 1) -> str:
+    """4.0e3, without the zeros that a machine writes."""
+    if value is None or value != value:
+        return "-"
+    mantissa, e, exponent = f"{value:{sign}.{digits}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else mantissa  # infinity has no exponent
+
+
+def with_se(value: float | None, se: float | None, digits: int = 3) -> str:
+    """A number and its standard error, where there is one."""
+    return number(value, digits) + error(se, digits)
+
+
+def error(se: float | None, digits: int) -> str:
+    return "" if se is None or se != se else f" ±{number(se, digits).removeprefix('0')}"
+
+
+def span(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{number(low)} to {number(high)}"
+
+
+def between(estimate: dict[str, float | None]) -> str:
+    """A number with its 95 % interval, where there is one."""
+    value, low, high = (estimate[k] for k in ("value", "low", "high"))
+    shown = number(value)
+    return shown if low is None or high is None else f"{shown} ({span(low, high)})"
+
+
+def count(value: float, sign: str = "") -> str:
+    """2.32M, 1.00B"""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:{sign}.2f}{name}"
+    return f"{value:{sign}.0f}"
+
+
+def size(count: float) -> str:
+    """1.2 GB"""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def bar(share: float | None, cells: int = 10) -> str:
+    """From 0 to 1, a cell a tenth; empty below 0 and where there is no number."""
+    if share is None or not share > 0:
+        return ""
+    whole, part = divmod(round(min(share, 1.0) * cells * 8), 8)
+    return "█" * whole + EIGHTHS[part]
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """3,5,9-12, as `--blocks` takes it."""
+    parts: list[list[int]] = []
+    for i in sorted(indices):
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in parts)
+
+
+def known(values: Iterable[Any]) -> list[Any]:
+    """Those that are numbers."""
+    return [v for v in values if v is not None and v == v]
 
 
 def compact(value: float | None) -> str:
@@ -52,6 +127,13 @@ def percent_se(nats: float | None, se: float | None) -> str:
     return f" ± {size:.1e}" if size >= 1e4 else f" ± {size:.{1 if size < 100 else 0}f}"
 
 
+def finite(value: object) -> float | None:
+    """A finite number, or None for whatever else a file may hold in its place."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
 def short_names(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart."""
     parts = [path.absolute().parts for path in paths]
@@ -60,14 +142,3 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"{paths[0]} is named twice: name different runs")
-
-
-def ranges(indices: Sequence[int]) -> str:
-    """3, 5, 9-12, as `--blocks` takes it."""
-    parts: list[list[int]] = []
-    for i in sorted(indices):
-        if parts and i == parts[-1][1] + 1:
-            parts[-1][1] = i
-        else:
-            parts.append([i, i])
-    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in parts)

@@ -9,46 +9,46 @@ from howlinear.records import BlockProfile, BlockSwap
 from howlinear.report.markup import Markup, joined, tag
 from howlinear.report.runs import Run
 from howlinear.report.verdicts import WORDS, verdict
-from howlinear.words import compact, known, number, percent, percent_se
+from howlinear.words import compact, finite, number, percent, percent_se
 
 Cell = tuple[object, float | None]  # what is shown, and what it is sorted by
 LEFT_OUT = ("fold_sums", "input_spectrum", "map_spectrum", "r2_curve")  # profile.json has them
 
 
 def _r2(b: BlockProfile, s: BlockSwap | None) -> Cell:
-    se = "" if known(b.r2_se) is None else f" ± {number(b.r2_se)}"
-    return joined(number(b.r2) + se, _bar(b.r2)), known(b.r2)
+    se = "" if finite(b.r2_se) is None else f" ± {number(b.r2_se)}"
+    return joined(number(b.r2) + se, _bar(b.r2)), finite(b.r2)
 
 
 def _cost(b: BlockProfile, s: BlockSwap | None) -> Cell:
-    if s is None or known(s.delta_nll) is None:
+    if s is None or finite(s.delta_nll) is None:
         return "-", None
     return percent(s.delta_nll) + percent_se(s.delta_nll, s.delta_nll_se), s.delta_nll
 
 
 def _plain(b: BlockProfile, s: BlockSwap | None) -> Cell:
-    return (percent(s.delta_nll_plain), known(s.delta_nll_plain)) if s else ("-", None)
+    return (percent(s.delta_nll_plain), finite(s.delta_nll_plain)) if s else ("-", None)
 
 
 def _of(name: str, digits: int = 3) -> Callable[[BlockProfile, BlockSwap | None], Cell]:
     def cell(b: BlockProfile, s: BlockSwap | None) -> Cell:
-        value = known(getattr(b, name))
+        value = finite(getattr(b, name))
         return number(value, digits), value
 
     return cell
 
 
 def _median(b: BlockProfile, s: BlockSwap | None) -> Cell:
-    value = known(b.r2_feature.get("median"))
+    value = finite(b.r2_feature.get("median"))
     return number(value), value
 
 
 def _rank(b: BlockProfile, s: BlockSwap | None) -> Cell:
-    return "-" if b.effective_rank is None else b.effective_rank, known(b.effective_rank)
+    return "-" if b.effective_rank is None else b.effective_rank, finite(b.effective_rank)
 
 
 def _signal(b: BlockProfile, s: BlockSwap | None) -> Cell:
-    return compact(known(b.swap_signal)), known(b.swap_signal)
+    return compact(finite(b.swap_signal)), finite(b.swap_signal)
 
 
 COLUMNS: dict[str, tuple[str, Callable[[BlockProfile, BlockSwap | None], Cell]]] = {

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from howlinear.escaping import escaped
 from howlinear.records import atomic
 from howlinear.report.canvas import Canvas
 from howlinear.report.figure import Figure
 from howlinear.report.svg import standalone
-from howlinear.words import known, visible
+from howlinear.words import finite
 
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet takes for a formula
 
@@ -73,6 +74,6 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object
 def cell(value: object) -> object:
     """A number as it is, nothing as nothing, text so that no spreadsheet runs it."""
     if isinstance(value, int | float):
-        return "" if known(value) is None else value
-    text = "" if value is None else visible(value)
+        return "" if finite(value) is None else value
+    text = "" if value is None else escaped(value)
     return f"'{text}" if text.startswith(FORMULA) else text

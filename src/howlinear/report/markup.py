@@ -9,8 +9,8 @@ import html
 import json
 from typing import Any
 
+from howlinear.escaping import escaped
 from howlinear.records import clean
-from howlinear.words import visible
 
 VOID = {"br", "input", "link", "meta"}
 
@@ -19,10 +19,10 @@ class Markup(str):
     """Text that is markup already."""
 
 
-def escaped(value: object) -> Markup:
+def marked(value: object) -> Markup:
     if isinstance(value, Markup):
         return value
-    return Markup(html.escape(visible(value), quote=True))
+    return Markup(html.escape(escaped(value), quote=True))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
@@ -32,7 +32,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
         if value is None or value is False:
             continue
         label = key.rstrip("_").replace("_", "-")
-        parts.append(label if value is True else f'{label}="{escaped(value)}"')
+        parts.append(label if value is True else f'{label}="{marked(value)}"')
     opening = f"<{' '.join(parts)}>"
     if name in VOID:
         return Markup(opening)
@@ -40,7 +40,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 
 def joined(*children: object) -> Markup:
-    return Markup("".join(escaped(c) for c in children if c is not None))
+    return Markup("".join(marked(c) for c in children if c is not None))
 
 
 def json_inside(data: Any) -> Markup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from howlinear.records import BlockProfile
 from howlinear.report.figures import alike, depth
 from howlinear.report.markup import Markup, joined, tag
 from howlinear.report.runs import Run, listed
@@ -22,9 +23,12 @@ SHOWN = {  # columns by kind of result; of others, the first fields that are pla
 COLUMNS, ROWS = 10, 200  # at most
 
 
-def html_of(line: str, data: dict[str, Any], runs: Sequence[Run] = ()) -> str:
-    """What a notebook shows of a result that says `line` and holds `data`."""
-    made = [module.draw(runs) for module in (depth, alike)] if runs else []
+def html_of(
+    line: str, data: dict[str, Any], profiles: Sequence[tuple[str, Sequence[BlockProfile]]] = ()
+) -> str:
+    """What a notebook shows of a result that says `line` and holds `data`, with profiles to draw."""
+    runs = [Run(name, blocks=list(blocks)) for name, blocks in profiles]
+    made = [module.draw(runs) for module in (depth, alike)]
     drawings = [Markup(standalone(f.canvas, f.title)) for f in made if f is not None]
     return str(tag("div", tag("p", line), *drawings, _table(data)))
 

@@ -15,8 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from howlinear.records import BlockProbe, BlockProfile, BlockSwap, read_json, read_monitor
-from howlinear.words import known, short_names
+from howlinear.records import (
+    BlockProbe,
+    BlockProfile,
+    BlockSwap,
+    blocks_of,
+    read_json,
+    read_monitor,
+)
+from howlinear.words import finite, short_names
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,12 @@ def read_run(folder: str | Path) -> Run:
     parts: dict[str, Any] = {"name": folder.absolute().name}
     if (folder / "profile.json").exists() or not (folder / "monitor.jsonl").exists():
         parts["about"] = read_json(folder / "profile.json", "profile")
-        parts["blocks"] = _records(folder / "profile.json", parts["about"], BlockProfile)
-    for kind, record in (("swap", BlockSwap), ("probe", BlockProbe)):
+        parts["blocks"] = blocks_of(folder / "profile.json", parts["about"], BlockProfile)
+    pairs: list[tuple[str, type[Any]]] = [("swap", BlockSwap), ("probe", BlockProbe)]
+    for kind, record in pairs:
         if (folder / f"{kind}.json").exists():
             parts[kind] = read_json(folder / f"{kind}.json", kind)
-            found = _records(folder / f"{kind}.json", parts[kind], record)
+            found = blocks_of(folder / f"{kind}.json", parts[kind], record)
             parts[f"{kind}s"] = {b.index: b for b in found}
     if (folder / "compress.json").exists():
         parts["compress"] = read_json(folder / "compress.json", "compress")
@@ -77,16 +85,6 @@ def read_run(folder: str | Path) -> Run:
     if (folder / "monitor.jsonl").exists():
         _, parts["training"] = read_monitor(folder / "monitor.jsonl")
     return Run(**parts)
-
-
-def _records(path: Path, data: dict[str, Any], record: type[Any]) -> list[Any]:
-    listed = data.pop("blocks", None)
-    if not isinstance(listed, list) or not all(isinstance(b, dict) for b in listed) or not listed:
-        raise ValueError(f"{path} lists no blocks")
-    try:
-        return [record.from_dict(b) for b in listed]
-    except (ValueError, TypeError) as err:
-        raise ValueError(f"{path}: {err}") from None
 
 
 def _bands(blocks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
@@ -100,7 +98,7 @@ def inside(data: Any, *keys: str) -> float | None:
     """A finite number within nested values, or None."""
     for key in keys:
         data = data.get(key) if isinstance(data, Mapping) else None
-    return known(data)
+    return finite(data)
 
 
 def listed(data: Any, key: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ safe, from 0.1 (11 %) costly.
 from __future__ import annotations
 
 from howlinear.records import BlockProfile, BlockSwap
-from howlinear.words import known, number, percent, percent_se
+from howlinear.words import finite, number, percent, percent_se
 
 SAFE, COSTLY = 0.03, 0.1  # nats a token
 ESTIMATED = ("likely safe", "likely some cost", "likely costly")
@@ -19,7 +19,7 @@ WORDS = ("safe", "safe with units", "some cost", "costly", *ESTIMATED, "not meas
 
 def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
     """One of WORDS, and why."""
-    cost = known(s.delta_nll) if s else None
+    cost = finite(s.delta_nll) if s else None
     word, why = _estimated(b) if s is None or cost is None else _measured(s, cost)
     return word, " ".join([why, *_remarks(b, cost)])
 
@@ -37,7 +37,7 @@ def _measured(s: BlockSwap, cost: float) -> tuple[str, str]:
         word, why = "some cost", f"Can be replaced at some cost: {as_what} {shown}{alone}."
     else:
         word, why = "costly", f"Costly to replace: {as_what} {shown}{alone}."
-    return word, why + _unsure(cost, known(s.delta_nll_se)) + _constant(s, cost)
+    return word, why + _unsure(cost, finite(s.delta_nll_se)) + _constant(s, cost)
 
 
 def _unsure(cost: float, se: float | None) -> str:
@@ -50,14 +50,14 @@ def _unsure(cost: float, se: float | None) -> str:
 
 
 def _constant(s: BlockSwap, cost: float) -> str:
-    mean = known(s.delta_nll_mean)
+    mean = finite(s.delta_nll_mean)
     if mean is None or cost > 0.9 * mean:
         return "" if mean is None else f" A constant does about as well ({percent(mean)})."
     return ""
 
 
 def _estimated(b: BlockProfile) -> tuple[str, str]:
-    signal = known(b.swap_signal)
+    signal = finite(b.swap_signal)
     if signal is None:
         return "not measured", "Not swapped, and there is no estimate: howlinear swap measures."
     word = ESTIMATED[(signal >= SAFE) + (signal >= COSTLY)]
@@ -79,8 +79,8 @@ def _remarks(b: BlockProfile, cost: float | None) -> list[str]:
     elif cost is not None and b.r2 < 0.6 and cost < SAFE:
         found.append(f"R2 is only {number(b.r2, 2)}, but little depends on what is lost.")
     if b.kind == "outlier-concentrated":
-        median = known(b.r2_feature.get("median"))
+        median = finite(b.r2_feature.get("median"))
         found.append(f"A few features carry R2: the median feature has {number(median, 2)}.")
-    if known(b.r2_scalar) is not None and b.r2_scalar - b.r2 >= 0.1:
+    if finite(b.r2_scalar) is not None and b.r2_scalar - b.r2 >= 0.1:
         found.append(f"The scalar mean would show {number(b.r2_scalar, 2)}.")
     return found

@@ -9,7 +9,7 @@ from howlinear.records import BlockProfile, BlockSwap
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.figure import Choice, Figure, key, looks
 from howlinear.report.runs import Run
-from howlinear.words import known, number, percent, percent_se
+from howlinear.words import finite, number, percent, percent_se
 
 UNTRAINED = " Grey: where the same architecture lies untrained."
 WIDTH, LEFT, RIGHT = 780, 58, 768
@@ -33,7 +33,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     relative = len({_last(run) for run in runs if run.blocks}) > 1
     x = across(runs, relative)
     values = [
-        v for run in runs for b in run.blocks for v in (b.r2, b.r2_body) if known(v) is not None
+        v for run in runs for b in run.blocks for v in (b.r2, b.r2_body) if finite(v) is not None
     ]
     low = max(-0.5, min([0.0, *(float(v) for v in values if v is not None)]))
     top = Panel(canvas, x, Scale(low, 1.0, 270, 34))
@@ -81,13 +81,13 @@ def _r2(panel: Panel, run: Run, i: int, relative: bool) -> None:
     at = [(run.depth(b.index, relative), b) for b in run.blocks]
     for name, mode in (("r2_scalar", "dots thin"), ("r2_body", "dash"), ("r2", "")):
         series = name.removeprefix("r2_")
-        values = [(x, known(getattr(b, name))) for x, b in at]
+        values = [(x, finite(getattr(b, name))) for x, b in at]
         panel.line(values, colour, mode, part=f"{part} {series}")
     _untrained(panel, run, part, relative)
     for x, b in at:
         if b.r2_se is not None:
             panel.whisker(x, b.r2 - b.r2_se, b.r2 + b.r2_se, colour, f"{part} r2")
-        if (body := known(b.r2_body)) is not None:
+        if (body := finite(b.r2_body)) is not None:
             about = f"{run.name}, block {b.index}: body {pm(body, b.r2_body_se)}"
             shown = {"mode": "open", "part": f"{part} body", "about": about, "size": 2.6}
             panel.dot(x, body, colour, shape=shape, **shown)
@@ -108,12 +108,12 @@ def _untrained(panel: Panel, run: Run, part: str, relative: bool) -> None:
 
 
 def pm(value: float | None, se: float | None) -> str:
-    return number(value) + ("" if known(se) is None else f" ± {number(se)}")
+    return number(value) + ("" if finite(se) is None else f" ± {number(se)}")
 
 
 def growth(nats: float | None) -> float | None:
     """A cost in nats as growth of perplexity, in percent."""
-    found = known(nats)
+    found = finite(nats)
     return None if found is None else 100 * math.expm1(min(found, 60.0))
 
 
@@ -137,7 +137,7 @@ def _cost(panel: Panel, run: Run, i: int, s: BlockSwap, x: float) -> None:
         panel.dot(x, plain, colour, mode="open", shape=shape, part=part, about=about)
     if cost is None:
         return
-    if (se := known(s.delta_nll_se)) is not None:
+    if (se := finite(s.delta_nll_se)) is not None:
         ends = [growth((s.delta_nll or 0.0) + sign * se) or 0.0 for sign in (-1, 1)]
         panel.whisker(x, ends[0], ends[1], colour, part)
     about = f"{run.name}, block {s.index}: perplexity {percent(s.delta_nll)}"

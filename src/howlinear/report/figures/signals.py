@@ -9,11 +9,11 @@ from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.figure import Figure, looks
 from howlinear.report.figures.depth import growth
 from howlinear.report.runs import Run
-from howlinear.words import compact, known, percent
+from howlinear.words import compact, finite, percent
 
 SIGNALS: dict[str, Callable[[BlockProfile], float | None]] = {
     "1 - R2": lambda b: 1 - b.r2,
-    "1 - R2 body": lambda b: None if known(b.r2_body) is None else 1 - float(b.r2_body or 0.0),
+    "1 - R2 body": lambda b: None if finite(b.r2_body) is None else 1 - float(b.r2_body or 0.0),
     "residual norm": lambda b: b.residual_norm,
     "stream error": lambda b: b.stream_error,
     "swap signal": lambda b: b.swap_signal,
@@ -59,7 +59,7 @@ def _points(
     for i, run in enumerate(runs):
         for b in run.blocks:
             s = run.swaps.get(b.index)
-            signal, cost = known(value(b)), known(s.delta_nll_plain) if s else None
+            signal, cost = finite(value(b)), finite(s.delta_nll_plain) if s else None
             if signal is not None and cost is not None:
                 found.append((i, b.index, signal, cost))
     return found

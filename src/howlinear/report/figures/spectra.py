@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from howlinear.report.canvas import Canvas, Panel, Scale
 from howlinear.report.figure import Choice, Figure, looks
 from howlinear.report.runs import Run
-from howlinear.words import compact, known
+from howlinear.words import compact, finite
 
 READING = (
     "Left: how the variance of the block's inputs is spread over directions, largest first, as shares. "
@@ -56,7 +56,9 @@ def _all(runs: Sequence[Run], name: str) -> list[Curve]:
         for b in run.blocks:
             pairs = [p for p in getattr(b, name) or [] if len(p) == 2]
             points = [
-                (float(k), float(v)) for k, v in pairs if known(k) and known(v) and k > 0 and v > 0
+                (float(k), float(v))
+                for k, v in pairs
+                if finite(k) and finite(v) and k > 0 and v > 0
             ]
             if points:
                 found.append((i, b.index, points))
