@@ -199,7 +199,9 @@ def _where(row: Family) -> str:
 
 def new_page(command: str) -> str:
     names = [name for name in commands() if page_of(name) == page_of(command)]
-    parts = [f"## Options of `{n}`\n\n<!-- paste: options {n} -->\n<!-- end -->\n" for n in names]
+    heads = ["## Options"] if len(names) == 1 else [f"## Options of `{n}`" for n in names]
+    asked = [f"<!-- paste: options {name} -->\n<!-- end -->\n" for name in names]
+    parts = [f"{head}\n\n{paste}" for head, paste in zip(heads, asked, strict=True)]
     return "\n".join([f"# howlinear {command.split()[0]}\n", *parts])
 
 
