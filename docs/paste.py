@@ -154,7 +154,7 @@ def _help(annotated: Any) -> str:
 
 def _api(name: str) -> str:
     found = getattr(howlinear, name)
-    doc = inspect.getdoc(found) or ""
+    doc = (inspect.getdoc(found) or "").replace("](", "]\\(")  # no link is meant
     return f"### `{name}`\n\n```\n{_signature(name, found)}\n```\n\n{doc}"
 
 
