@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Iterator
 from enum import Enum
@@ -155,7 +156,8 @@ def _help(annotated: Any) -> str:
 def _api(name: str) -> str:
     found = getattr(howlinear, name)
     doc = (inspect.getdoc(found) or "").replace("](", "]\\(")  # no link is meant
-    return f"### `{name}`\n\n```\n{_signature(name, found)}\n```\n\n{doc}"
+    call = textwrap.fill(_signature(name, found), 100, subsequent_indent="    ")
+    return f"### `{name}`\n\n```\n{call}\n```\n\n{doc}"
 
 
 def _signature(name: str, found: Any) -> str:
