@@ -20,6 +20,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -43,6 +44,7 @@ def pages() -> list[Path]:
     return sorted(DOCS.rglob("*.md"))
 
 
+@cache
 def commands() -> dict[str, Any]:
     """Every command by what one types: "profile", "control matched"."""
     return dict(_walk("", typer.main.get_command(app)))
