@@ -39,6 +39,10 @@ MEANS = (
     "feature, ours alone; body: that without first positions; median: of the features' R2; rank: "
     "of the map that keeps 90 % of R2"
 )
+MEANS_MORE = (
+    "dPPL: rise of perplexity by plain least squares in the block's place; gain: of the bilinear "
+    "probe, as a share of the variance around one mean"
+)
 
 
 def show_reproductions(
@@ -78,6 +82,8 @@ def show_reproduction(console: Console, found: Reproduction) -> None:
     if found.summary:
         console.print(_summary(found))
     console.print(MEANS)
+    if len(_tables(found)) > 1:
+        console.print(MEANS_MORE)
     for note in found.notes:
         console.print(plain(f"note: {note}"))
     if "delta_ppl" not in found.measured and found.name:
