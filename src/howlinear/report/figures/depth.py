@@ -65,10 +65,10 @@ def draw(runs: Sequence[Run]) -> Figure | None:
 
 
 def across(runs: Sequence[Run], relative: bool) -> Scale:
-    deepest = max((_last(run) for run in runs), default=1)
-    end = 1.0 if relative else float(max(deepest, 1))
-    room = 0.02 * end if relative else 0.6
-    return Scale(-room, end + room, LEFT, RIGHT)
+    if relative:
+        return Scale(-0.02, 1.02, LEFT, RIGHT)
+    every = [b.index for run in runs for b in run.blocks]
+    return Scale(min(every) - 0.6, max(every) + 0.6, LEFT, RIGHT)
 
 
 def _last(run: Run) -> int:
