@@ -22,19 +22,6 @@ from howlinear.records import (
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-@pytest.mark.real
-@pytest.mark.usefixtures("builtin", "wikitext")
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_readme_examples_run(code, capsys):
-    exec(compile(code, "README.md", "exec"), {})
-    shown = capsys.readouterr().out
-    assert re.search(
-        r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M
-    )
-    assert re.search(r"^block 10 as one matrix: perplexity \+\d\.\d\d ± \d\.\d\d$", shown, re.M)
 
 
 def test_readme_commands_exist():
