@@ -85,8 +85,8 @@ def independent(x, y, cond=None):
 def test_paper_protocol_is_independent_least_squares(builtin, wikitext):
     """Three blocks, a sink among them; the forward ends after the last."""
     model, tokenizer = builtin
-    ids = windows(wikitext.fit, tokenizer, 128, tokens=6_000, bos="never")
-    assert ids.shape == (46, 128)
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=4_700, bos="never")
+    assert ids.shape == (36, 128)
     which = (0, 5, 11)
     paths = [f"model.layers.{i}.mlp" for i in which]
     result = profile(model, ids, at=",".join(map(str, which)), protocol="paper")
@@ -120,7 +120,7 @@ def body_r2(x, y):
 
 def test_a_real_encoder(minilm, wikitext):
     model, tokenizer = load(str(minilm))
-    ids = windows(wikitext.fit, tokenizer, 128, tokens=8192)
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=4096)
     assert (ids[:, 0] == tokenizer.cls_token_id).all()
     at = blocks(model)
     assert len(at) == 6
@@ -198,8 +198,8 @@ def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_p
     at = blocks(model, "11,28")
     fit = windows(wikitext.fit, tokenizer, 128, tokens=4_096)
     profile(model, fit, at=at, folds=2).save(tmp_path)
-    choose = windows(wikitext.choose(), tokenizer, 128, tokens=256)
-    report = windows(wikitext.report(), tokenizer, 128, tokens=640)
+    choose = windows(wikitext.choose(), tokenizer, 64, tokens=128)
+    report = windows(wikitext.report(), tokenizer, 64, tokens=320)
     got = measure_swaps(model, tmp_path, choose=choose, report=report)
     eleven, last = got.blocks
     assert eleven.units[0] == 1229
