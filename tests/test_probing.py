@@ -30,7 +30,7 @@ def strong(tmp_path_factory):
 
 def windows(model):
     fit, choose, report = drawn(model, 600, 0), drawn(model, 100, 1), drawn(model, 150, 2)
-    return {"fit": fit, "choose": choose, "report": report}
+    return {"fit": fit.split(50), "choose": choose.split(50), "report": report.split(50)}
 
 
 @pytest.fixture(scope="module")
