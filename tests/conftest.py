@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 import tiny
-from command import run
-from howlinear import cli, corpus, models
+from command import inside
+from howlinear import corpus, models
 
 ALL = torch.get_num_threads()
 
@@ -72,18 +71,8 @@ def alone(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def here(monkeypatch, capsys):
-    """The command in this process: seconds sooner, for what needs no process of its own."""
-
-    def call(*args):
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["howlinear", *map(str, args)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return subprocess.CompletedProcess(args, stopped.value.code, out, err)
-
-    return call
+def here():
+    return inside
 
 
 @pytest.fixture
@@ -104,8 +93,8 @@ def complaint(here):
 @pytest.fixture(scope="session")
 def small_run(minilm, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "minilm"
-    args = ("profile", minilm, "--tokens", "6144", "--max_length", "256", "-o", out)
-    return args, out, run(*args)
+    args = ("profile", minilm, "--tokens", "4096", "--max_length", "256", "-o", out)
+    return args, out, inside(*args)
 
 
 @pytest.fixture(scope="session")
@@ -119,7 +108,7 @@ def little(minilm, wikitext, tmp_path_factory):
             shutil.copy(minilm / name, folder / "model" / name)
     (folder / "text.txt").write_text(wikitext.fit[:80_000])
     common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
-    done = run("profile", folder / "model", *common, "-o", folder / "run")
+    done = inside("profile", folder / "model", *common, "-o", folder / "run")
     assert done.returncode == 0, done.stderr
     assert "as one matrix, by estimate: " in done.stdout
     return folder

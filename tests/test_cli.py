@@ -15,6 +15,8 @@ from howlinear import cli_parts
 from howlinear.families import Block
 from howlinear.stores import needs
 
+SMALL = Path(__file__).parent / "models" / "llama"
+
 
 def test_a_mistake_in_a_process_of_its_own(tmp_path):
     done = run("profile", "./nowhere", "-o", tmp_path / "run")
@@ -31,7 +33,7 @@ def test_profile_writes_a_run_and_prints_the_table(small_run):
     assert names == {"profile.json", "maps", "moments"}
     data = json.loads((out / "profile.json").read_text())
     assert len(data["blocks"]) == 6
-    assert data["settings"]["tokens"] == 6144
+    assert data["settings"]["tokens"] == 4096
     assert len(data["corpus"]["fingerprint"]) == 64
     assert data["command"].startswith("howlinear profile")
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if "results in" not in line)
@@ -69,21 +71,21 @@ def test_foreign_folders_are_left_alone(minilm, tmp_path, complaint):
     assert "is a file" in complaint("profile", minilm, "-o", tmp_path / "thesis.tex")
 
 
-def test_some_blocks_by_index_or_path(minilm, tmp_path, here):
-    common = ("profile", minilm, "--tokens", "4096", "--max-length", "128", "--json")
+def test_some_blocks_by_index_or_path(tmp_path, here):
+    common = ("profile", SMALL, "--tokens", "4096", "--max-length", "128", "--json")
     by_index = here(*common, "--blocks", "1,3-4", "-o", tmp_path / "a")
-    by_path = here(*common, "--blocks", r"layer\.[134]\.", "-o", tmp_path / "b")
+    by_path = here(*common, "--blocks", r"layers\.[134]\.", "-o", tmp_path / "b")
     one, two = (json.loads(done.stdout)["blocks"] for done in (by_index, by_path))
     assert [b["index"] for b in one] == [1, 3, 4]
     assert one == two
 
 
-def test_text_from_a_file_and_from_stdin(minilm, wikitext, tmp_path, here):
+def test_text_from_a_file_and_from_stdin(wikitext, tmp_path, here):
     text = wikitext.fit[:60_000]
     (tmp_path / "text.txt").write_text(text)
     common = (
         "profile",
-        minilm,
+        SMALL,
         "--tokens",
         "4096",
         "--max-length",
@@ -150,16 +152,26 @@ def test_what_is_stated_is_what_it_takes(small_run):
         )
         for b in data["blocks"]
     ]
-    # 6144 tokens fill three of the five folds
-    stated = needs(at, data["settings"]["tokens"] // data["settings"]["window"], 3)
+    # 4096 tokens fill two of the five folds
+    stated = needs(at, data["settings"]["tokens"] // data["settings"]["window"], 2)
     taken = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
     assert stated.disk == pytest.approx(taken, rel=0.1)
 
 
-def test_interrupting_leaves_nothing(minilm, tmp_path):
+def test_interrupting_leaves_nothing(tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(
-        [*COMMAND, "profile", str(minilm), "-o", str(out), "--tokens", "400000"],
+        [
+            *COMMAND,
+            "profile",
+            str(SMALL),
+            "-o",
+            str(out),
+            "--tokens",
+            "200000",
+            "--batch-size",
+            "1",
+        ],
         stderr=subprocess.PIPE,
         text=True,
         # a background job ignores interrupts, and so would its children
@@ -205,9 +217,6 @@ def test_strange_names_are_shown_as_text(minilm, tmp_path, here):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert "[red]" in done.stdout
-
-
-SMALL = Path(__file__).parent / "models" / "llama"
 
 
 def test_a_dry_run_needs_no_weights_and_writes_nothing(tmp_path, here, complaint, monkeypatch):

@@ -12,7 +12,6 @@ import torch
 
 import howlinear
 import tiny
-from howlinear import models
 from howlinear.records import (
     KINDS,
     SAFETY,
@@ -67,17 +66,6 @@ def run_example(match, scope, capsys):
 
 
 # ---------------------------------------------------------------------------------- examples
-
-
-@pytest.mark.real
-def test_the_readmes_example_runs(builtin, wikitext, monkeypatch, capsys):
-    monkeypatch.setattr(models, "load", lambda: builtin)  # loaded once for all tests
-    (match,) = examples(README)
-    shown = run_example(match, {}, capsys)
-    assert re.search(
-        r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M
-    )
-    assert re.search(r"^block 10 as one matrix: perplexity \+\d\.\d\d ± \d\.\d\d$", shown, re.M)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def test_every_family_gives_the_same(name):
     model = tiny.model(name)
     if "vision_config" in tiny.TINY[name].settings:
         pytest.skip("pictures and text: the command reads text alone")
-    whole = profile(model, SHORT)
-    result = profile(model, SHORT, course=Course(layerwise=True))
+    whole = profile(model, SHORT, batch_size=64)
+    result = profile(model, SHORT, course=Course(layerwise=True), batch_size=64)
     close(without_signals(whole), without_signals(result))
     assert [b.swap_signal for b in result.blocks] == [None] * len(whole.blocks)
 

@@ -48,7 +48,7 @@ def test_the_monitors_last_row_is_the_profile_of_the_checkpoint(learned):
 
 def test_training_moved_every_profile_out_of_the_untrained_band(learned):
     model, ids, _ = learned
-    found = random_init(model, ids, seeds=2)
+    found = random_init(model, ids[:32], seeds=2)
     assert found.summary["below"] + found.summary["above"] >= 6  # of 8
 
 

@@ -85,16 +85,16 @@ def test_shards_add_up_to_the_run(family, count, tmp_path):
 
 def test_shards_need_not_be_enough_to_fit_anything(tmp_path):
     model = tiny.model("llama")
-    made = shards(model, WINDOWS, tmp_path, 43)  # a batch each
+    made = shards(model, WINDOWS, tmp_path, 11, batch_size=16)  # a batch each
     rows = json.loads((made[0] / "shard.json").read_text())["blocks"][0]["rows"]
-    assert rows == 4 * LENGTH
+    assert rows == 16 * LENGTH  # of one fold: nothing else is left to fit by
     close(
-        [b.to_dict() for b in profile(model, WINDOWS, batch_size=4).blocks],
+        [b.to_dict() for b in profile(model, WINDOWS, batch_size=16).blocks],
         [b.to_dict() for b in merge_runs(made, tmp_path / "all").blocks],
     )
-    missing = merge_runs(made[:40], tmp_path / "most")
-    assert "shards [40, 41, 42] of 43 are missing: text" in missing.notes[0]
-    assert missing.settings["tokens"] == 40 * 4 * LENGTH
+    missing = merge_runs(made[:8], tmp_path / "most")
+    assert "shards [8, 9, 10] of 11 are missing: text" in missing.notes[0]
+    assert missing.settings["tokens"] == 8 * 16 * LENGTH
 
 
 def test_different_texts_add_up(tmp_path):

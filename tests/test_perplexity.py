@@ -502,24 +502,3 @@ def test_models_that_overflow_are_refused():
     model.lm_head.weight.data[7] = torch.nan
     with pytest.raises(ValueError, match="not finite in window 0"):
         text_loss(model, tokens(2, 16))
-
-
-# -- real weights ---------------------------------------------------------------------------------
-
-
-@pytest.mark.real
-def test_real_weights_and_text(builtin, wikitext):
-    from howlinear import windows
-
-    model, tokenizer = builtin
-    ids = windows(wikitext.report(), tokenizer, 64, tokens=320)
-    block = blocks(model)[14]
-    same = compare(model, lambda: swapped(model, {block: as_module(model, block)}), ids)
-    assert (same.kl, same.top1, same.delta_nll) == (0, 1, 0)
-    with torch.no_grad():
-        assert same.original.nats == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-5)
-    assert 10 < same.original.perplexity < 100
-    without = compare(model, lambda: swapped(model, {block: torch.zeros_like}), ids)
-    assert without.delta_nll > 2 * without.delta_nll_se > 0
-    assert without.kl > 2 * without.kl_se > 0
-    assert 0.5 < without.top1 < 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from howlinear import blocks, profile, training
+from howlinear import blocks, probing, profile, training
 from howlinear.families import as_module
 from howlinear.probing import KINDS, Probes, Settings, count, needs, probe, summarise
 from howlinear.records import BlockProbe, read_json
@@ -30,7 +30,7 @@ def strong(tmp_path_factory):
 
 def windows(model):
     fit, choose, report = drawn(model, 600, 0), drawn(model, 100, 1), drawn(model, 150, 2)
-    return {"fit": fit, "choose": choose, "report": report}
+    return {"fit": fit.split(50), "choose": choose.split(50), "report": report.split(50)}
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +238,11 @@ def test_a_constant_block_is_left_out(tmp_path):
     assert "does not vary" in found.blocks[0].trained["skipped"]
 
 
-def test_healing_reads_what_swap_chose_and_runs_in_bfloat16(tmp_path):
+def test_healing_reads_what_swap_chose_and_runs_in_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr(probing, "RANKS", (1, 2))
     model = tiny.model("llama").to(torch.bfloat16)
-    ids = [torch.randint(3, 49, (n, 8)) for n in (700, 50, 60)]
-    profile(model, ids[0]).save(tmp_path)
+    ids = [torch.randint(3, 49, (n, 8)) for n in (300, 50, 60)]
+    profile(model, ids[0], batch_size=64).save(tmp_path)
     measure_swaps(model, tmp_path, choose=ids[1], report=ids[2], at="1", units=2).save(tmp_path)
     texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
     how = Settings(("healing", "units", "bilinear"), rank=2, seeds=1, heal_steps=3)

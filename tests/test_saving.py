@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tiny
-from command import COMMAND
+from command import COMMAND, inside
 from howlinear import Profile, blocks, profile
 from howlinear.passes import Course
 from howlinear.saving import Saves, read_map, read_store, read_tensors, write_tensors
@@ -279,7 +279,7 @@ def test_kill_at_random_moments(tmp_path):
         time.sleep(rng.uniform(0, 0.9) * life)
         process.send_signal(signal.SIGKILL)
         left.append((ended(process), sorted(p.name for p in folder.glob("*"))))
-        assert ended(start(folder)) == 0
+        assert inside(*args, "-o", folder).returncode == 0  # anybody may go on
         assert files(folder) == want
         assert {p.name for p in folder.iterdir()} == {"profile.json", "moments", "maps"}
     print("\n".join(map(str, left)))  # what the kills left behind

@@ -76,11 +76,11 @@ def test_poly_and_seeded_poly_learn_products(network):
     fit, choose, report, affine = planted.samples(f, d=16, sizes=(8000, 1000, 2000))
     linear, truth = outcome(affine, affine, report).r2, outcome(f, affine, report).r2
     before = affine.weight.clone()
-    whole = train(seeded(affine, 0, rank=8), fit, choose, steps=3000, lr=1e-3)
+    whole = train(seeded(affine, 0, rank=8), fit, choose, steps=1500, lr=1e-3)
     assert whole.curve[0][1] == pytest.approx(linear, abs=0.1)  # begins at the closed form
     assert torch.equal(affine.weight, before)  # of which a copy was trained
     assert outcome(whole.layer, affine, report).r2 > linear + 0.8 * (truth - linear)
-    deep = train(poly(fit, 0, rank=8), fit, choose, steps=3000)
+    deep = train(poly(fit, 0, rank=8), fit, choose, steps=1500)
     assert outcome(deep.layer, affine, report).r2 > linear + 0.5 * (truth - linear)
     assert deep.parameters == 2 * (16 * 16 + 16 + 3 * 8 * 16)
 
