@@ -41,8 +41,8 @@ def pages(tmp_path_factory):
     data = json.loads((two / "profile.json").read_text())
     data["blocks"][3]["path"] = CONTROL + HOSTILE
     (two / "profile.json").write_text(json.dumps(data))
-    few = [planted_run(folder / name, blocks=3) for name in ("a", "b")]
-    for name, given in (("one", [one]), ("both", [one, two]), ("few", few)):
+    few = [planted_run(folder / name, blocks=3) for name in ("a", "b", "c")]
+    for name, given in (("one", [one]), ("both", [one, two]), ("few", few[:2]), ("three", few)):
         runs = read_runs(given)
         (folder / f"{name}.html").write_text(page(runs, draw(runs)), encoding="utf-8")
     return folder
@@ -96,6 +96,17 @@ def test_sorting_by_mouse_and_by_keyboard(visit):
     assert heading.get_attribute("aria-sort") is None
 
 
+def test_a_third_run_is_switched_like_the_others(visit):
+    tab = visit("three")
+    seen = "marks => marks.filter(m => getComputedStyle(m).display !== 'none').length"
+    shown = [tab.locator(f"#profile svg .r{i}.main") for i in range(3)]
+    tab.get_by_label("c", exact=True).uncheck()
+    counts = [s.evaluate_all(seen) for s in shown]
+    assert counts[0] == counts[1] > 3
+    assert counts[2] == 0
+    assert tab.locator("#count").inner_text() == "6 of 6 blocks"
+
+
 def test_filtering_by_word_and_verdict(visit):
     tab = visit()
     tab.get_by_label("Find").fill("layers.7")
@@ -143,7 +154,7 @@ def test_values_are_shown_on_hovering_and_by_arrow_keys(visit):
     tab = visit()
     tip = tab.locator("#tip")
     assert not tip.is_visible()
-    dot = tab.locator("#profile svg circle.r2[data-about*='block 5:']")
+    dot = tab.locator("#profile svg circle.main[data-about*='block 5:']")
     box = dot.bounding_box()
     tab.mouse.move(box["x"] + box["width"] / 2 + 4, box["y"] + box["height"] / 2 + 4)  # near it
     assert tip.inner_text().startswith("one, block 5: R2 0.8")

@@ -78,7 +78,7 @@ def test_a_full_run_has_every_figure_in_a_small_page(made):
 
 def test_points_stand_where_their_numbers_say(made):
     runs, figures, _ = made
-    dots = marks(figures["profile"], "dot", "r2")
+    dots = marks(figures["profile"], "dot", "main")
     dots = [d for d in dots if d.about]  # not the legend's
     assert len(dots) == 30
     pixels = [270 - (270 - 34) * b.r2 for b in runs[0].blocks]  # R2 0 at 270, 1 at 34
@@ -86,7 +86,7 @@ def test_points_stand_where_their_numbers_say(made):
     xs = [d.points[0][0] for d in dots]
     steps = [b - a for a, b in pairwise(xs)]
     assert steps == pytest.approx([steps[0]] * 29)
-    bars = [m for m in marks(figures["profile"], "line", "r2") if m.mode == "thin"]
+    bars = [m for m in marks(figures["profile"], "line", "main") if m.mode == "thin"]
     halves = [abs(m.points[1][1] - m.points[0][1]) / 2 for m in bars]
     assert halves == pytest.approx([236 * (b.r2_se or 0) for b in runs[0].blocks])
 
@@ -129,8 +129,8 @@ def test_rank_correlations_are_scipys(made):
 
 def test_every_figure_has_its_numbers_and_says_them_on_hovering(made):
     _, figures, html = made
-    rows = {"profile": 30, "kinds": 30, "rest": 8 + 8 * 4, "signals": 5, "smaller": 12}
-    rows |= {"training": 4 * 30, "spectra": 60}
+    rows = {"profile": 30, "kinds": 30, "rest": 8, "signals": 5, "smaller": 12}
+    rows |= {"training": 4, "spectra": 60}
     assert {name: len(f.rows) for name, f in figures.items()} == rows
     assert all(len(row) == len(f.columns) for f in figures.values() for row in f.rows)
     for figure in figures.values():
@@ -144,8 +144,8 @@ def test_every_figure_has_its_numbers_and_says_them_on_hovering(made):
 def test_the_heat_map_is_darker_where_r2_is_lower(made):
     _, figures, _ = made
     boxes = {m.about: m.colour for m in figures["training"].canvas.marks if m.about}
-    assert boxes["run, step 0, block 0: R2 0.000"] == heat(0.0) == "#00224e"
-    assert boxes["run, step 100, block 15: R2 0.500"] == heat(0.5)
+    assert boxes["step 0, block 0: 0.000"] == heat(0.0) == "#00224e"
+    assert boxes["step 100, block 15: 0.500"] == heat(0.5)
     light = [sum(int(heat(k / 20)[i : i + 2], 16) for i in (1, 3, 5)) for k in range(18)]
     assert light == sorted(light)
 
@@ -269,8 +269,9 @@ def test_markup_escapes_what_is_not_markup():
             "R2 0.93 is the first position's doing: 0.18 without it.",
         ),
         ({}, {"delta_nll": 0.05}, "some cost", "at some cost: one matrix costs +5.1 %"),
-        ({}, {"delta_nll": 0.028}, "safe", "Two standard errors more would be +3.3 %"),
-        ({}, {"delta_nll": 0.02, "delta_nll_se": None}, "safe", "There is no standard error"),
+        ({}, {"delta_nll": 0.028}, "safe so far", "errors reach from +2.4 % to +3.3 %: measure"),
+        ({}, {"delta_nll": 0.02, "delta_nll_se": None}, "safe so far", "no standard error"),
+        ({}, {"delta_nll": 0.103}, "costly", "Two standard errors reach from +10.4 % to +11.3 %"),
         ({"r2": 0.9}, {"delta_nll": 0.3}, "costly", "R2 0.90 promised better"),
         ({}, {"delta_nll": 0.3, "delta_nll_mean": 0.31}, "costly", "A constant does about as well"),
         ({"r2_scalar": 0.8, "r2": 0.6}, None, "likely safe", "The scalar mean would show 0.80."),
@@ -282,7 +283,7 @@ def test_markup_escapes_what_is_not_markup():
             "sink units kept likely far",
         ),
         ({"swap_signal": None}, None, "not measured", "howlinear swap measures"),
-        ({}, {"delta_nll": None}, "likely safe", "not yet measured"),
+        ({}, {"delta_nll": None}, "not measured", "Its map: cosine 0.900, stream error 0.02."),
         (
             {"kind": "outlier-concentrated"},
             {"delta_nll": 1e3},
@@ -312,9 +313,11 @@ def test_scales_place_and_mark():
     panel = Panel(Canvas(10, 10), linear, Scale(0, 1, 100, 0))
     panel.dot(1, -5.0, "c0")
     panel.dot(1, 5.0, "c0")
+    panel.dot(-3, 0.5, "c0")
+    panel.dot(30, 0.5, "c0")
     panel.line([(0, 0.0), (1, 1.0), (2, None), (3, 0.5)], "c0")
-    assert [m.shape for m in panel.canvas.marks[:2]] == ["down", "up"]
-    assert len(panel.canvas.marks) == 3  # a single point is no line
+    assert [m.shape for m in panel.canvas.marks[:4]] == ["down", "up", "left", "right"]
+    assert len(panel.canvas.marks) == 5  # a single point is no line
 
 
 def test_several_runs_are_laid_over_one_another(tmp_path):
@@ -336,8 +339,33 @@ def test_several_runs_are_laid_over_one_another(tmp_path):
     assert {a["id"] for a in Parsed(html).every("input", type="checkbox")} >= {"on-r0", "on-r1"}
 
 
-def test_runs_of_other_depths_share_an_axis_but_no_correlation(tmp_path):
+def test_three_runs_are_told_apart_by_mark_and_name(tmp_path):
+    runs = read_runs([planted_run(tmp_path / n, blocks=4) for n in ("a", "b", "c")])
+    figures = {f.name: f for f in draw(runs)}
+    for name in ("profile", "kinds", "rest", "signals", "spectra"):
+        texts = [m for m in figures[name].canvas.marks if m.kind == "text" and m.text in "abc"]
+        assert [(m.text, m.part) for m in texts] == [("a", "r0"), ("b", "r1"), ("c", "r2")]
+        assert max(m.points[0][1] for m in texts) < figures[name].canvas.height
+    shapes = [
+        {m.shape for m in marks(figures["profile"], "dot", f"r{i}") if m.mode == "" and m.about}
+        for i in range(3)
+    ]
+    assert shapes == [{"circle"}, {"square"}, {"diamond"}]
+    assert all(len(marks(figures["smaller"], "line", f"r{i}")) > 2 for i in range(3))
+    assert all(len(marks(figures["training"], "box", f"r{i}")) > 15 for i in range(3))
+
+
+def test_blocks_of_one_model_stand_at_their_index_however_few_were_profiled(tmp_path):
     runs = read_runs([planted_run(tmp_path / str(n), blocks=n, full=False) for n in (3, 9)])
+    dots = [marks(draw(runs)[0], "dot", f"r{i}") for i in (0, 1)]
+    at = [next(m.points[0][0] for m in d if "block 1:" in m.about) for d in dots]
+    assert at[0] == at[1]
+
+
+def test_runs_of_other_depths_share_an_axis_but_no_correlation(tmp_path):
+    runs = read_runs(
+        [planted_run(tmp_path / str(n), blocks=n, full=False, model=str(n)) for n in (3, 9)]
+    )
     figures = {f.name: f for f in draw(runs)}
     assert "alike" not in figures
     dots = [
@@ -378,11 +406,113 @@ def test_junk_inside_files_is_left_out(tmp_path):
     (folder / "compress.json").write_text(json.dumps(smaller))
     found = json.loads((folder / "profile.json").read_text())
     found |= {"model": [1], "corpus": "text", "settings": None, "versions": 3, "notes": "none"}
-    found["blocks"][0]["input_spectrum"] = [[1], [0, 2], [3, -1], [2, 0.5]]
+    found["blocks"][0]["input_spectrum"] = [[0, 2], [3, -1], [2, 0.5]]
     (folder / "profile.json").write_text(json.dumps(found))
     run = read_run(folder)
     assert [f.name for f in draw([run])] == ["profile", "kinds", "signals", "training", "spectra"]
     Parsed(page([run], draw([run])))
+
+
+def changed(folder, name, change):
+    """The same file with something else in it."""
+    data = json.loads((folder / name).read_text())
+    change(data)
+    (folder / name).write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("profile.json", lambda d: d["blocks"][1].update(r2=1e308), "a block's r2 is 1e+308"),
+        ("profile.json", lambda d: d["blocks"][1].update(r2=10**400), "a block's r2 is 1000"),
+        ("profile.json", lambda d: d["blocks"][1].update(fold_sums=[[1]]), "a block's fold_sums"),
+        ("profile.json", lambda d: d["blocks"][1].update(index=0), "lists a block twice"),
+        ("profile.json", lambda d: [b.update(r2=None) for b in d["blocks"]], "no R2 of any block"),
+        ("swap.json", lambda d: d.update(model={"weights": "other"}), "is about other weights"),
+        ("swap.json", lambda d: d["blocks"][0].update(delta_nll=1e308), "a block's delta_nll"),
+    ],
+)
+def test_files_that_cannot_be_right_are_refused(name, change, said, tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=3)
+    changed(folder, "profile.json", lambda d: d["model"].update(weights="own"))
+    changed(folder, name, change)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_run(folder)
+
+
+def test_blocks_without_r2_are_left_out_and_told(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=4)
+    changed(folder, "profile.json", lambda d: d["blocks"][1].update(r2=None))
+    changed(folder, "profile.json", lambda d: d["blocks"].reverse())
+    changed(folder, "probe.json", lambda d: d["blocks"][0].update(r2=None))
+    run = read_run(folder)
+    assert [b.index for b in run.blocks] == [0, 2, 3]
+    assert "blocks without R2 are left out: 1" in page([run], draw([run]))
+
+
+def test_an_encoder_is_not_told_to_swap_again(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=2)
+    nothing = dict.fromkeys(("delta_nll", "delta_nll_se", "delta_nll_plain", "delta_nll_mean"))
+    changed(folder, "swap.json", lambda d: d.update(base=None, notes=["no perplexity: encoder"]))
+    changed(folder, "swap.json", lambda d: [b.update(nothing) for b in d["blocks"]])
+    run = read_run(folder)
+    html = page([run], draw([run]))
+    assert "The model has no next-token loss" in html
+    assert "no perplexity: encoder" in html
+    assert "Nothing was swapped" not in html
+
+
+def test_the_headline_counts_what_was_measured(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=8)  # block k costs 0.004 (k + 1), block 4 gains
+    changed(folder, "swap.json", lambda d: d["blocks"][6].update(delta_nll=0.104))  # 10.96 %
+    changed(folder, "swap.json", lambda d: d["blocks"].pop(7))
+    html = page([read_run(folder)], [])
+    assert (
+        "Of 7 swapped one at a time, 5 can become one matrix for less than +3.0 % perplexity (0-1, 3-5); "
+        "1 can with hidden units kept (2); 1 cost +10.5 % or more (6)." in html
+    )
+
+
+def test_small_costs_have_an_axis_that_rises(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=4)
+    small = {"delta_nll": 3e-5, "delta_nll_plain": 3e-5, "delta_nll_se": 1e-6}
+    changed(folder, "swap.json", lambda d: [b.update(small) for b in d["blocks"]])
+    figures = {f.name: f for f in draw([read_run(folder)])}
+    costs = [m for m in figures["profile"].canvas.marks if "perplexity +0.0" in m.about]
+    assert {(m.shape, m.points[0][1]) for m in costs} == {("down", 425)}
+
+
+def test_a_log_with_strange_indices_or_many_steps_stays_small(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=30)
+    rows = [
+        {"step": s, "blocks": [{"index": i, "r2": 0.5} for i in (-1, 3, 10**7)]} for s in range(999)
+    ]
+    text = "".join(json.dumps(r) + "\n" for r in [{"kind": "monitor", "schema": 1}, *rows])
+    (folder / "monitor.jsonl").write_text(text)
+    figure = {f.name: f for f in draw([read_run(folder)])}["training"]
+    assert figure.columns == ("run", "step", "block 3", "block 10000000")
+    assert figure.canvas.height < 200
+    assert figure.rows[-1][1] == 998
+    assert len([m for m in figure.canvas.marks if m.about]) <= 500
+
+
+def test_a_page_of_thirty_blocks_with_everything_is_small(tmp_path):
+    folder = planted_run(tmp_path / "run")
+    ks = (0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 1536)
+    steps = [{"k": k, "r2": 0.5 + 0.01 * i} for i, k in enumerate(ks)]
+
+    def every(data):
+        (first, *_) = data["blocks"]
+        first["units"]["steps"] = steps
+        data["blocks"] = [{**first, "index": i} for i in range(30)]
+
+    changed(folder, "probe.json", every)
+    places = sorted({round(576 ** (i / 47)) for i in range(48)})
+    spectra = [[k, 1.234567 / k] for k in places]
+    wide = {"input_spectrum": spectra, "map_spectrum": spectra}
+    changed(folder, "profile.json", lambda d: [b.update(wide) for b in d["blocks"]])
+    run = read_run(folder)
+    assert len(page([run], draw([run])).encode()) < 300_000
 
 
 def test_files_of_figures(made, tmp_path):

@@ -65,16 +65,19 @@ def reproduce(
 
 def _every(how: _How, out: Path | None, unreached: dict[str, str]) -> list[Reproduction]:
     """All models of the paper that can be had, else the built-in one."""
-    results = []
+    results, failed = [], None
     for name in reproducing.paper()["models"]:
         reason = _unreachable(name)
         try:
             if reason is None:
                 results.append(how.measured(name, out / name if out else None))
         except (ValueError, OSError) as err:
+            failed = failed or err
             reason = " ".join(str(err).split())
         if reason is not None:
             unreached[name] = reason
+    if failed and not results:  # a model was there: what went wrong is for the user to mend
+        raise failed
     if not results:
         say("none of the paper's models can be had: the built-in model instead")
         results.append(how.measured(None, out / slug(None) if out else None))

@@ -36,6 +36,7 @@ TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
     "dict[str, float]": dict,
     "dict[str, Any]": dict,
 }
+LARGEST = 1e100  # nothing that is measured comes near; squares of what is beyond overflow
 COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
 
 
@@ -66,10 +67,16 @@ def _admits(annotation: str, value: Any) -> bool:
     """Does a field of this type hold this? null stands for NaN in a float's place."""
     if isinstance(value, bool) or not isinstance(value, TYPES[annotation]):
         return False
+    if isinstance(value, int | float):
+        return abs(value) < LARGEST
+    if annotation == "dict[str, float]":
+        return all(v is None or _admits("float", v) for v in value.values())
+    if annotation == "list[float]":
+        return all(v is None or _admits("float", v) for v in value)
     if annotation == "list[int]":
         return all(_admits("int", v) and v >= 0 for v in value)
-    if annotation == "list[list[float]]":
-        return all(_admits("list[float]", v) and all(_admits("float", u) for u in v) for v in value)
+    if annotation == "list[list[float]]":  # pairs
+        return all(_admits("list[float]", v) and len(v) == 2 and None not in v for v in value)
     return True
 
 

@@ -129,9 +129,9 @@ def percent_se(nats: float | None, se: float | None) -> str:
 
 def finite(value: object) -> float | None:
     """A finite number, or None for whatever else a file may hold in its place."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e100:
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

@@ -12,7 +12,14 @@ from howlinear.report.verdicts import WORDS, verdict
 from howlinear.words import compact, finite, number, percent, percent_se
 
 Cell = tuple[object, float | None]  # what is shown, and what it is sorted by
-LEFT_OUT = ("fold_sums", "input_spectrum", "map_spectrum", "r2_curve")  # profile.json has them
+PROFILED = (
+    *("index", "path", "kind", "r2", "r2_se", "r2_body", "r2_body_se", "r2_scalar", "first_share"),
+    *("effective_rank", "stream_error", "swap_signal", "residual_norm", "output_norm"),
+)
+SWAPPED = (
+    *("units", "delta_nll", "delta_nll_se", "delta_nll_plain", "delta_nll_zero", "delta_nll_mean"),
+    *("delta_ppl", "delta_ppl_se", "kl", "top1", "cosine", "params_saved"),
+)
 
 
 def _r2(b: BlockProfile, s: BlockSwap | None) -> Cell:
@@ -118,7 +125,7 @@ def filters() -> Markup:
 
 
 def numbers(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page shows, for machines."""
+    """What the page shows, for machines; the run folder has more."""
     about = ("model", "corpus", "settings", "command", "versions")
     return {
         "kind": "report",
@@ -134,15 +141,12 @@ def numbers(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _numbers(b: BlockProfile, s: BlockSwap | None) -> dict[str, Any]:
-    found = {k: v for k, v in b.to_dict().items() if k not in LEFT_OUT}
-    word, why = verdict(b, s)
-    return _short(found | {"swap": s.to_dict() if s else None, "verdict": word, "why": why})
+    found = {name: _short(getattr(b, name)) for name in PROFILED}
+    found["r2_feature_median"] = _short(b.r2_feature.get("median"))
+    found["swap"] = {name: _short(getattr(s, name)) for name in SWAPPED} if s else None
+    return found | {"verdict": verdict(b, s)[0]}
 
 
-def _short(value: Any) -> Any:
-    """Six figures are more than the page shows, and a third of the bytes."""
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_short(v) for v in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def _short(value: object) -> object:
+    """Five figures are more than the page shows, and a third of the bytes."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value

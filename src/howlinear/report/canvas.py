@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Point = tuple[float, float]
-SHAPES = ("circle", "square", "triangle", "diamond", "cross")  # one a run: never colour alone
+SHAPES = ("circle", "square", "diamond", "cross", "plus")  # one a run: never colour alone
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,10 @@ class Canvas:
                 taken.append((x, y))
                 self.text((x, y), text, "muted", "small", part=part, anchor=anchor)
 
-    def box(self, corner: Point, other: Point, colour: str, about: str = "") -> None:
-        self.marks.append(Mark("box", (corner, other), colour, about=about))
+    def box(
+        self, corner: Point, other: Point, colour: str, part: str = "", about: str = ""
+    ) -> None:
+        self.marks.append(Mark("box", (corner, other), colour, part=part, about=about))
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,10 @@ class Panel:
             self.canvas.text((left, top - 9), title, mode="bold", anchor="start")
 
     def dot(self, x: float, y: float, colour: str, **more: Any) -> None:
-        """A point; one that lies beyond the scale is a triangle at its edge."""
-        if not self.y.holds(y):
-            more = {**more, "shape": "up" if self.y.share(y) > 0.5 else "down"}
+        """A point; one that lies beyond a scale is a triangle at its edge, pointing there."""
+        for scale, value, ends in ((self.x, x, ("left", "right")), (self.y, y, ("down", "up"))):
+            if not scale.holds(value):
+                more = {**more, "shape": ends[scale.share(value) > 0.5]}
         self.canvas.marks.append(Mark("dot", (self.at(x, y),), colour, **more))
 
     def whisker(self, x: float, low: float, high: float, colour: str, part: str = "") -> None:

@@ -26,8 +26,12 @@ class Figure:
     canvas: Canvas
     columns: tuple[str, ...]
     rows: Sequence[tuple[object, ...]]
+    by_run: bool = True  # do colours and shapes stand for runs?
     switches: tuple[Choice, ...] = ()  # any of them at a time
     one_of: tuple[Choice, ...] = ()  # one at a time
+
+
+LINE = 18  # pixels from one line of a legend to the next
 
 
 def looks(i: int) -> tuple[str, str]:
@@ -35,13 +39,29 @@ def looks(i: int) -> tuple[str, str]:
     return RUNS[i % len(RUNS)], SHAPES[i % len(SHAPES)]
 
 
-def key(canvas: Canvas, entries: list[tuple[str, str, str, str]], x: float, y: float) -> None:
-    """A legend in one line: (label, colour, line's mode, part), each with its own sample."""
-    for label, colour, mode, part in entries:
+Entry = tuple[str, str, str, str, str]  # label, colour, shape, line's mode, part
+
+
+def key(canvas: Canvas, entries: Sequence[Entry], x: float, y: float) -> None:
+    """A legend, each entry with a sample of its own; it goes on in a line below where it must."""
+    start = x
+    for label, colour, shape, mode, part in entries:
+        wide = 40 + 6.4 * len(label)
+        if x + wide > canvas.width and x > start:
+            x, y = start, y + LINE
         canvas.line([(x, y - 4), (x + 22, y - 4)], colour, mode, part=part)
-        i = RUNS.index(colour) if colour in RUNS else 0
-        canvas.marks.append(
-            Mark("dot", ((x + 11, y - 4),), colour, "open" if mode else "", part, shape=looks(i)[1])
-        )
+        at, filled = ((x + 11, y - 4),), "open" if mode else ""
+        canvas.marks.append(Mark("dot", at, colour, filled, part, shape=shape))
         canvas.text((x + 28, y), label, "ink", "small", anchor="start", part=part)
-        x += 40 + 6.1 * len(label)
+        x += wide
+    canvas.height = max(canvas.height, y + 8)
+
+
+def name_runs(canvas: Canvas, names: Sequence[str]) -> None:
+    """Which mark is which run, beneath the drawing: files and paper have no switches."""
+    entries = [(_cut(name), *looks(i), "", f"r{i}") for i, name in enumerate(names)]
+    key(canvas, entries, 58, canvas.height + 12)
+
+
+def _cut(name: str, most: int = 40) -> str:
+    return name if len(name) <= most else "…" + name[-most:]

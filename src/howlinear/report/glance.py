@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run, inside
-from howlinear.report.verdicts import ESTIMATED, verdict
-from howlinear.words import number, ranges
+from howlinear.report.verdicts import COSTLY, MEASURED, SAFE, SAFE_WORDS, verdict
+from howlinear.words import number, percent, ranges
 
 
 def spaced(indices: list[int]) -> str:
@@ -41,28 +41,35 @@ def _sinks(run: Run) -> str:
 
 
 def _swaps(run: Run) -> str:
-    words = {b.index: verdict(b, run.swaps.get(b.index))[0] for b in run.blocks}
-    found = {w: [k for k, word in words.items() if word == w] for w in set(words.values())}
-    base = inside(run.swap, "base", "perplexity")
-    if base is None:
+    if not run.swaps:
         return "Nothing was swapped yet: howlinear swap measures what replacing each block costs."
-    safe, units = found.get("safe", []), found.get("safe with units", [])
-    alone = f"One at a time, {len(safe)} can become one matrix for less than 3 % more perplexity"
-    alone += f" ({spaced(safe)})" if safe else ""
-    more = f", {len(units)} with hidden units kept ({spaced(units)})" if units else ""
-    costly = found.get("costly", [])
-    worst = f"; {len(costly)} cost more than 10 % ({spaced(costly)})" if costly else ""
-    return f"{alone}{more}{worst}."
+    if inside(run.swap, "base", "perplexity") is None:
+        return "The model has no next-token loss, so that swaps have no cost in perplexity."
+    found: dict[str, list[int]] = {}
+    for b in run.blocks:
+        found.setdefault(verdict(b, run.swaps.get(b.index))[0], []).append(b.index)
+    phrases = {
+        "safe": f"can become one matrix for less than {percent(SAFE)} perplexity",
+        "safe with units": "can with hidden units kept",
+        "safe so far": "seem so, but within two standard errors may cost more",
+        "costly": f"cost {percent(COSTLY)} or more",
+    }
+    told = [
+        f"{len(found[w])} {says} ({spaced(found[w])})" for w, says in phrases.items() if w in found
+    ]
+    count = sum(len(found.get(w, [])) for w in MEASURED)
+    return f"Of {count} swapped one at a time, " + ("; ".join(told) or "all cost something") + "."
 
 
 def tiles(run: Run) -> Markup:
     words = [verdict(b, run.swaps.get(b.index))[0] for b in run.blocks]
     mean = sum(b.r2 for b in run.blocks) / len(run.blocks)
-    safe = sum(word.startswith("safe") for word in words)
-    measured = sum(word not in (*ESTIMATED, "not measured") for word in words)
+    measured = sum(word in MEASURED for word in words)
     facts = [(number(mean, 2), "mean R2 over blocks"), (str(len(run.blocks)), "blocks")]
     if measured:
-        facts.append((f"{safe} of {measured}", "safe to replace, alone (< 3 %)"))
+        safe, so_far = sum(w in SAFE_WORDS for w in words), words.count("safe so far")
+        more = f", {so_far} more so far" if so_far else ""
+        facts.append((f"{safe} of {measured}", f"safe to replace, alone{more}"))
     base, tokens = (inside(run.swap, "base", k) for k in ("perplexity", "tokens"))
     if base is not None:
         facts.append((number(base, 1), f"perplexity as it is, {tokens or 0:.0f} tokens"))

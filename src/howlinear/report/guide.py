@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run
+from howlinear.report.verdicts import COSTLY, SAFE
+from howlinear.words import percent
 
 WORDS = {
     "R2": "the share of the variance of a block's output, on text that was not fitted, that the "
@@ -21,7 +23,8 @@ WORDS = {
     "signal": "what a swap is expected to cost, in nats a token, from one backward pass.",
     "swap": "how much perplexity grows when this block alone becomes its map, on text that neither "
     "the fit nor any choice has seen; the same tokens through both models.",
-    "verdict": "safe: less than 0.03 nats a token (3 % of perplexity). costly: 0.1 (11 %) or more. "
+    "verdict": f"safe: less than {SAFE:g} nats a token ({percent(SAFE)} perplexity), two standard errors "
+    f"included; safe so far: not with them. costly: {COSTLY:g} nats ({percent(COSTLY)}) or more. "
     "Blocks were replaced one at a time: costs of several do not simply add up.",
 }
 
@@ -57,7 +60,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     name, part = (corpus.get(k) if isinstance(corpus, dict) else None for k in ("name", "part"))
     settings = run.fact("settings")
     shown = "" if not isinstance(settings, dict) else _listed(settings)
-    tokens, notes = run.fact("settings", "tokens"), run.about.get("notes")
+    tokens = run.fact("settings", "tokens")
     commands = [run.about.get("command"), *(d.get("command") for d in _others(run))]
     return [
         ("run", run.name),
@@ -72,7 +75,16 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("swapped on", _listed(base) if isinstance(base, dict) else ""),
         ("commands", "; ".join(_text(c) for c in commands if c)),
         ("versions", _listed(run.about.get("versions"))),
-        ("notes", "; ".join(map(str, notes if isinstance(notes, list) else []))),
+        ("notes", "; ".join(_notes(run))),
+    ]
+
+
+def _notes(run: Run) -> list[str]:
+    """What the files say besides, and what was left out of them."""
+    told = [d.get("notes") for d in (run.about, *_others(run))]
+    return [
+        *run.left_out,
+        *(str(note) for notes in told if isinstance(notes, list) for note in notes),
     ]
 
 

@@ -30,6 +30,7 @@ const filter = () => {
   const wanted = find.value.toLowerCase().split(/\s+/).filter(Boolean);
   let shown = 0, all = 0;
   for (const row of document.querySelectorAll("table.sortable tbody tr")) {
+    if (!row.closest(".wide").getClientRects().length) continue;  // of a run that is switched off
     const text = row.textContent.toLowerCase();
     row.hidden = !((!word.value || row.dataset.word === word.value) && wanted.every((w) => text.includes(w)));
     all += 1;
@@ -40,6 +41,7 @@ const filter = () => {
 if (find) {
   find.addEventListener("input", filter);
   word.addEventListener("change", filter);
+  for (const run of document.querySelectorAll("input[id^=on-r]")) run.addEventListener("change", filter);
 }
 
 // Hovering near a mark, or walking with the arrow keys, says what it is.

@@ -38,15 +38,15 @@ def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
         tag("title", f"How linear is {title}?"),
         tag("style", Markup(style)),
     )
-    first, others = list(figures[:1]), list(figures[1:])
+    first, others, several = list(figures[:1]), list(figures[1:]), len(runs) > 1
     body = joined(
         tag("header", tag("h1", f"How linear is {title}?"), *answers(runs), _run_switches(runs)),
         tag(
             "main",
             tiles(runs[0]) if len(runs) == 1 and runs[0].blocks else None,
-            *map(_section, first),
+            *(_section(f, several) for f in first),
             _tables(runs),
-            *map(_section, others),
+            *(_section(f, several) for f in others),
             where(runs),
             guide(),
             methods(runs),
@@ -119,7 +119,7 @@ def _sample(i: int) -> Markup:
     return tag("span", sample(canvas), class_="swatch")
 
 
-def _section(f: Figure) -> Markup:
+def _section(f: Figure, several: bool) -> Markup:
     keys = "arrow keys walk through the values"
     plot = tag(
         "div",
@@ -136,7 +136,7 @@ def _section(f: Figure) -> Markup:
         _switches(f),
         _one_of(f),
         tag("figure", plot),
-        tag("details", tag("summary", "Numbers"), _numbers(f), class_="numbers"),
+        tag("details", tag("summary", "Numbers"), _numbers(f, several), class_="numbers"),
         id=f.name,
     )
 
@@ -159,9 +159,11 @@ def _one_of(f: Figure) -> Markup | None:
     return tag("fieldset", tag("legend", "Block"), *map(radio, f.one_of), class_="controls one")
 
 
-def _numbers(f: Figure) -> Markup:
-    head = tag("tr", *(tag("th", c, scope="col") for c in f.columns))
-    rows = (tag("tr", *map(_cell, row)) for row in f.rows)
+def _numbers(f: Figure, several: bool) -> Markup:
+    """All numbers of a figure; of a single run its name goes without saying."""
+    start = 0 if several else 1
+    head = tag("tr", *(tag("th", c, scope="col") for c in f.columns[start:]))
+    rows = (tag("tr", *map(_cell, row[start:])) for row in f.rows)
     table = tag("table", tag("thead", head), tag("tbody", *rows))
     return tag(
         "div", table, class_="wide", tabindex="0", role="region", aria_label=f"{f.title}: numbers"

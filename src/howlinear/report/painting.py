@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from howlinear.report.canvas import Canvas, Mark
 from howlinear.report.styles import DASHES, LIGHT, TEXT, WIDTHS
-from howlinear.report.svg import outline
+from howlinear.report.svg import STROKES, outline, strokes
 
 POINTS = 72 / 96  # of a CSS pixel
 
@@ -28,7 +29,9 @@ def paint(canvas: Canvas, path: Path, kind: str, title: str) -> None:
     told = {"Title": title}
     if kind == "pdf":
         told["CreationDate"] = None  # type: ignore[assignment]
-    figure.savefig(path, format=kind, metadata=told)
+    with warnings.catch_warnings():  # signs that the font lacks are drawn as boxes
+        warnings.simplefilter("ignore", UserWarning)
+        figure.savefig(path, format=kind, metadata=told)
 
 
 def _colour(mark: Mark) -> str:
@@ -63,7 +66,7 @@ def _text(mark: Mark) -> Any:
     return Text(
         x,
         y,
-        mark.text.replace("$", r"\$"),  # no formulas
+        mark.text,
         color=_colour(mark),
         fontsize=size,
         fontweight="bold" if "bold" in modes else "normal",
@@ -83,10 +86,9 @@ def _dot(mark: Mark) -> Any:
     look = {"edgecolor": _colour(mark), "facecolor": fill, "linewidth": 1.4 * POINTS}
     if mark.shape == "circle":
         return Circle((x, y), mark.size, **look)
-    if mark.shape == "cross":
-        r = mark.size
-        ends = [(x - r, y - r), (x + r, y + r), (x - r, y + r), (x + r, y - r)]
-        return PathPatch(Outline(ends, [1, 2, 1, 2]), **look)
+    if mark.shape in STROKES:
+        ends = [end for stroke in strokes(mark) for end in stroke]
+        return PathPatch(Outline(ends, [1, 2] * (len(ends) // 2)), **look)
     return Polygon(outline(mark), closed=True, **look)
 
 

@@ -23,7 +23,7 @@ from howlinear.records import (
     read_json,
     read_monitor,
 )
-from howlinear.words import finite, short_names
+from howlinear.words import finite, ranges, short_names
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Run:
     probes: dict[int, BlockProbe] = field(default_factory=dict)
     compress: dict[str, Any] = field(default_factory=dict)
     untrained: dict[int, tuple[float, float]] = field(default_factory=dict)  # lowest, highest R2
+    left_out: list[str] = field(default_factory=list)  # what the page does not show, and why
     training: list[dict[str, Any]] = field(default_factory=list)  # rows of a monitor's log
 
     def fact(self, *keys: str) -> Any:
@@ -67,24 +68,49 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
-    parts: dict[str, Any] = {"name": folder.absolute().name}
+    parts: dict[str, Any] = {"name": folder.absolute().name, "left_out": []}
     if (folder / "profile.json").exists() or not (folder / "monitor.jsonl").exists():
         parts["about"] = read_json(folder / "profile.json", "profile")
-        parts["blocks"] = blocks_of(folder / "profile.json", parts["about"], BlockProfile)
+        parts["blocks"] = _in_order(folder, parts["about"], parts["left_out"])
+    for kind in ("swap", "probe", "compress", "control-random-init"):
+        if (folder / f"{kind}.json").exists():
+            parts[kind] = _of_the_same(folder, kind, parts.get("about", {}))
     pairs: list[tuple[str, type[Any]]] = [("swap", BlockSwap), ("probe", BlockProbe)]
     for kind, record in pairs:
-        if (folder / f"{kind}.json").exists():
-            parts[kind] = read_json(folder / f"{kind}.json", kind)
+        if kind in parts:
             found = blocks_of(folder / f"{kind}.json", parts[kind], record)
-            parts[f"{kind}s"] = {b.index: b for b in found}
-    if (folder / "compress.json").exists():
-        parts["compress"] = read_json(folder / "compress.json", "compress")
-    if (folder / "control-random-init.json").exists():
-        control = read_json(folder / "control-random-init.json", "control-random-init")
-        parts["untrained"] = _bands(listed(control, "blocks"))
+            parts[f"{kind}s"] = {b.index: b for b in sorted(found, key=lambda b: b.index)}
+    parts["probes"] = {i: p for i, p in parts.get("probes", {}).items() if finite(p.r2) is not None}
+    parts["untrained"] = _bands(listed(parts.pop("control-random-init", {}), "blocks"))
     if (folder / "monitor.jsonl").exists():
         _, parts["training"] = read_monitor(folder / "monitor.jsonl")
     return Run(**parts)
+
+
+def _in_order(folder: Path, about: dict[str, Any], left_out: list[str]) -> list[BlockProfile]:
+    """Blocks by index, each once; those without an R2 are told and left out."""
+    path = folder / "profile.json"
+    blocks = sorted(blocks_of(path, about, BlockProfile), key=lambda b: b.index)
+    if len({b.index for b in blocks}) < len(blocks):
+        raise ValueError(f"{path} lists a block twice")
+    missing = [b.index for b in blocks if finite(b.r2) is None or finite(b.r2_scalar) is None]
+    if len(missing) == len(blocks):
+        raise ValueError(f"{path} has no R2 of any block: do their outputs vary?")
+    if missing:
+        left_out.append(f"blocks without R2 are left out: {ranges(missing)}")
+    return [b for b in blocks if b.index not in missing]
+
+
+def _of_the_same(folder: Path, kind: str, about: dict[str, Any]) -> dict[str, Any]:
+    """A file beside the profile, refused if it is about other weights."""
+    data = read_json(folder / f"{kind}.json", kind)
+    weights = [d["model"].get("weights") for d in (data, about) if isinstance(d.get("model"), dict)]
+    if len(set(map(str, weights))) > 1:
+        raise ValueError(
+            f"{folder / kind}.json is about other weights than {folder / 'profile.json'}: "
+            "make it again, or delete it"
+        )
+    return data
 
 
 def _bands(blocks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:

@@ -14,11 +14,16 @@ from howlinear.report.markup import Markup, tag
 from howlinear.report.styles import LIGHT, stylesheet
 
 CORNERS = {  # of shapes, as angles from the right and shares of the radius
-    "triangle": [(90 + 120 * k, 1.3) for k in range(3)],
-    "up": [(90 + 120 * k, 1.3) for k in range(3)],
-    "down": [(-90 + 120 * k, 1.3) for k in range(3)],
+    **{
+        shape: [(at + 120 * k, 1.3) for k in range(3)]
+        for shape, at in (("right", 0), ("up", 90), ("left", 180), ("down", 270))
+    },
     "diamond": [(90 * k, 1.35) for k in range(4)],
     "square": [(45 + 90 * k, 1.25) for k in range(4)],
+}
+STROKES = {  # pairs of ends, in radii from the middle
+    "cross": (((-1, -1), (1, 1)), ((-1, 1), (1, -1))),
+    "plus": (((-1.3, 0), (1.3, 0)), ((0, -1.3), (0, 1.3))),
 }
 
 
@@ -91,13 +96,9 @@ def _dot(mark: Mark, title: Markup | None) -> Markup:
     if mark.shape == "circle":
         place = {"cx": _short(x), "cy": _short(y), "r": _short(mark.size)}
         return tag("circle", title, class_=_classes("d", mark), **place)
-    if mark.shape == "cross":
-        r = _short(mark.size)
-        stroke = (
-            f"M{_short(x)} {_short(y)}m-{r} -{r}l{_short(2 * mark.size)} {_short(2 * mark.size)}"
-        )
-        stroke += f"m0 -{_short(2 * mark.size)}l-{_short(2 * mark.size)} {_short(2 * mark.size)}"
-        return tag("path", title, class_=_classes("d", mark), d=stroke)
+    if mark.shape in STROKES:
+        ends = (f"M{_points([a])}L{_points([b])}" for a, b in strokes(mark))
+        return tag("path", title, class_=_classes("d", mark), d="".join(ends))
     return tag("polygon", title, class_=_classes("d", mark), points=_points(outline(mark)))
 
 
@@ -110,6 +111,15 @@ def outline(mark: Mark) -> list[Point]:
     return [
         (x + far * mark.size * math.cos(a), y - far * mark.size * math.sin(a))
         for a, far in ((math.radians(angle), far) for angle, far in CORNERS[mark.shape])
+    ]
+
+
+def strokes(mark: Mark) -> list[tuple[Point, Point]]:
+    """The lines of a dot that is made of lines."""
+    ((x, y),) = mark.points
+    r = mark.size
+    return [
+        ((x + r * a, y + r * b), (x + r * c, y + r * d)) for (a, b), (c, d) in STROKES[mark.shape]
     ]
 
 

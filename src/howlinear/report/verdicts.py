@@ -3,50 +3,65 @@
     word, why = verdict(block, swap)
 
 A measured swap decides where there is one; else the profile's own estimate does, and the text says
-so. The bounds are those of `safety`: below 0.03 nats a token (3 % of perplexity) a swap is called
-safe, from 0.1 (11 %) costly.
+so. The bounds are those of `safety`: below 0.03 nats a token a swap is called safe, from 0.1 costly.
+It is safe only if two standard errors more would still be; if not, it is "safe so far".
 """
 
 from __future__ import annotations
 
 from howlinear.records import BlockProfile, BlockSwap
-from howlinear.words import finite, number, percent, percent_se
+from howlinear.words import compact, finite, number, percent, percent_se
 
 SAFE, COSTLY = 0.03, 0.1  # nats a token
 ESTIMATED = ("likely safe", "likely some cost", "likely costly")
-WORDS = ("safe", "safe with units", "some cost", "costly", *ESTIMATED, "not measured")
+SAFE_WORDS = ("safe", "safe with units")
+MEASURED = (*SAFE_WORDS, "safe so far", "some cost", "costly")
+WORDS = (*MEASURED, *ESTIMATED, "not measured")
 
 
 def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
     """One of WORDS, and why."""
     cost = finite(s.delta_nll) if s else None
-    word, why = _estimated(b) if s is None or cost is None else _measured(s, cost)
+    if s is None:
+        word, why = _estimated(b)
+    else:
+        word, why = _replaced(s) if cost is None else _measured(s, cost)
     return word, " ".join([why, *_remarks(b, cost)])
 
 
 def _measured(s: BlockSwap, cost: float) -> tuple[str, str]:
     shown = f"{percent(cost)}{percent_se(cost, s.delta_nll_se)} perplexity"
-    units = len(s.units)
+    units, se = len(s.units), finite(s.delta_nll_se)
     kept = f"with {units} hidden unit{'s' if units > 1 else ''} kept"
     as_what = f"one matrix {kept} costs" if units else "one matrix costs"
     alone = f", without {percent(s.delta_nll_plain)}" if units else ""
-    if cost < SAFE:
-        word = "safe with units" if units else "safe"
-        why = f"Safe to replace: {as_what} {shown}{alone}."
+    if cost < SAFE and se is not None and cost + 2 * se < SAFE:
+        word, says = SAFE_WORDS[units > 0], "Safe to replace"
+    elif cost < SAFE:
+        word, says = "safe so far", "Cheap to replace, by what was measured"
     elif cost < COSTLY:
-        word, why = "some cost", f"Can be replaced at some cost: {as_what} {shown}{alone}."
+        word, says = "some cost", "Can be replaced at some cost"
     else:
-        word, why = "costly", f"Costly to replace: {as_what} {shown}{alone}."
-    return word, why + _unsure(cost, finite(s.delta_nll_se)) + _constant(s, cost)
+        word, says = "costly", "Costly to replace"
+    return word, f"{says}: {as_what} {shown}{alone}.{_unsure(cost, se)}{_constant(s, cost)}"
 
 
 def _unsure(cost: float, se: float | None) -> str:
     """What the standard error leaves open."""
     if se is None:
         return " There is no standard error: too few windows."
-    if any(cost < bound < cost + 2 * se for bound in (SAFE, COSTLY)):
-        return f" Two standard errors more would be {percent(cost + 2 * se)}: measure more tokens."
-    return ""
+    ends = cost - 2 * se, cost + 2 * se
+    if not any(ends[0] < bound <= ends[1] for bound in (SAFE, COSTLY)):
+        return ""
+    return (
+        f" Two standard errors reach from {percent(ends[0])} to {percent(ends[1])}: measure more."
+    )
+
+
+def _replaced(s: BlockSwap) -> tuple[str, str]:
+    """A swap in a model that has no next-token loss."""
+    like = f"cosine {number(finite(s.cosine))}, stream error {compact(finite(s.stream_error))}"
+    return "not measured", f"The model has no next-token loss to tell a cost by. Its map: {like}."
 
 
 def _constant(s: BlockSwap, cost: float) -> str:

@@ -10,8 +10,8 @@ from howlinear.report.runs import Run, inside, listed
 from howlinear.words import number
 
 READING = (
-    "How much of what the map leaves lies at the first position of a window (of 512 tokens it is one), "
-    "and the tokens whose rows leave most, with how many times the mean they leave."
+    "How much of what the map leaves lies at the first position of a window, beside how many of the rows "
+    "do, and the tokens whose rows leave most, with how many times the mean they leave."
 )
 TOKENS = 6
 
@@ -25,12 +25,12 @@ def where(runs: Sequence[Run]) -> Markup | None:
     ]
     if not rows:
         return None
-    names = ("run", "block", "first position, %", "tokens")
+    names = ("run", "block", "first position, %", "of rows, %", "tokens")
     head = tag("tr", *(tag("th", n, scope="col", class_="words") for n in names))
     table = tag("table", tag("thead", head), tag("tbody", *rows))
-    return tag(
-        "section", tag("h2", "Where the rest sits"), tag("p", READING, class_="reading"), table
-    )
+    title = "Where the rest sits"
+    wide = tag("div", table, class_="wide", tabindex="0", role="region", aria_label=title)
+    return tag("section", tag("h2", title), tag("p", READING, class_="reading"), wide)
 
 
 def _shown(token: object) -> str:
@@ -39,13 +39,14 @@ def _shown(token: object) -> str:
 
 
 def _cells(p: BlockProbe) -> list[Markup]:
-    first = [inside(s, "share") for s in listed(p.where, "positions") if inside(s, "from") == 0]
+    first = next((s for s in listed(p.where, "positions") if inside(s, "from") == 0), {})
     tokens = listed(p.where, "tokens")[:TOKENS]
     if not first and not tokens:
         return []
-    share = 100 * first[0] if first and first[0] is not None else None
+    shares = [inside(first, key) for key in ("share", "rows")]
+    parts = [tag("td", "-" if v is None else number(100 * v, 1)) for v in shares]
     shown = [
         joined(tag("code", _shown(t.get("text"))), f" {number(inside(t, 'times_mean'), 1)}  ")
         for t in tokens
     ]
-    return [tag("td", p.index), tag("td", number(share, 1)), tag("td", *shown, class_="words")]
+    return [tag("td", p.index), *parts, tag("td", *shown, class_="words")]

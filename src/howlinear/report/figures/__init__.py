@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from howlinear.report.figure import Figure
+from howlinear.report.figure import Figure, name_runs
 from howlinear.report.figures import (
     alike,
     depth,
@@ -22,5 +22,8 @@ EVERY = (depth, kinds, rest, alike, signals, smaller, training, spectra)
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
     """Every figure that these runs have the numbers for."""
-    made = (module.draw(runs) for module in EVERY)
-    return [figure for figure in made if figure is not None]
+    made = [figure for module in EVERY if (figure := module.draw(runs)) is not None]
+    for figure in made if len(runs) > 1 else ():
+        if figure.by_run:
+            name_runs(figure.canvas, [run.name for run in runs])
+    return made

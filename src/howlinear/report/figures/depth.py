@@ -30,7 +30,9 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         return None
     swapped = any(s.delta_nll is not None for run in runs for s in run.swaps.values())
     canvas = Canvas(WIDTH, 470 if swapped else 330)
-    relative = len({_last(run) for run in runs if run.blocks}) > 1
+    measured = [run for run in runs if run.blocks]
+    models, depths = {run.model for run in measured}, {_last(run) for run in measured}
+    relative = len(models) > 1 and len(depths) > 1
     x = across(runs, relative)
     values = [
         v for run in runs for b in run.blocks for v in (b.r2, b.r2_body) if finite(v) is not None
@@ -41,12 +43,8 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     top.frame("" if swapped else axis, "R2")
     for i, run in enumerate(runs):
         _r2(top, run, i, relative)
-    entries = [
-        ("R2", "c0", "", "r2"),
-        ("body", "c0", "dash", "body"),
-        ("scalar", "c0", "dots", "scalar"),
-    ]
-    key(canvas, [(a, "muted", m, p) for a, _, m, p in entries], LEFT, 20)
+    series = (("R2", "", "main"), ("body", "dash", "body"), ("scalar", "dots", "scalar"))
+    key(canvas, [(label, "muted", "circle", mode, part) for label, mode, part in series], LEFT, 20)
     if swapped:
         _costs(canvas, x, runs, relative, axis)
     several, untrained = len(runs) > 1, any(run.untrained for run in runs)
@@ -60,7 +58,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         canvas,
         ("run", "block", "R2", "se", "body", "scalar", "cost, nats", "se", "plain, nats"),
         [_row(run, b) for run in runs for b in run.blocks],
-        switches,
+        switches=switches,
     )
 
 
@@ -80,20 +78,20 @@ def _r2(panel: Panel, run: Run, i: int, relative: bool) -> None:
     part = f"r{i}"
     at = [(run.depth(b.index, relative), b) for b in run.blocks]
     for name, mode in (("r2_scalar", "dots thin"), ("r2_body", "dash"), ("r2", "")):
-        series = name.removeprefix("r2_")
+        series = "main" if name == "r2" else name.removeprefix("r2_")
         values = [(x, finite(getattr(b, name))) for x, b in at]
         panel.line(values, colour, mode, part=f"{part} {series}")
     _untrained(panel, run, part, relative)
     for x, b in at:
         if b.r2_se is not None:
-            panel.whisker(x, b.r2 - b.r2_se, b.r2 + b.r2_se, colour, f"{part} r2")
+            panel.whisker(x, b.r2 - b.r2_se, b.r2 + b.r2_se, colour, f"{part} main")
         if (body := finite(b.r2_body)) is not None:
             about = f"{run.name}, block {b.index}: body {pm(body, b.r2_body_se)}"
             shown = {"mode": "open", "part": f"{part} body", "about": about, "size": 2.6}
             panel.dot(x, body, colour, shape=shape, **shown)
         about = f"{run.name}, block {b.index}: R2 {pm(b.r2, b.r2_se)}, body {number(b.r2_body)}, "
         about += f"scalar {number(b.r2_scalar)}; {b.kind}"
-        panel.dot(x, b.r2, colour, shape=shape, part=f"{part} r2", about=about)
+        panel.dot(x, b.r2, colour, shape=shape, part=f"{part} main", about=about)
 
 
 def _untrained(panel: Panel, run: Run, part: str, relative: bool) -> None:
@@ -117,11 +115,18 @@ def growth(nats: float | None) -> float | None:
     return None if found is None else 100 * math.expm1(min(found, 60.0))
 
 
+def cost_ends(costs: list[float]) -> tuple[float, float]:
+    """Ends of a log scale of costs in percent: a hundredth at least, and a decade."""
+    low, high = reach(costs, log=True)
+    low = max(low, 0.01)
+    return low, max(high, 10 * low)
+
+
 def _costs(canvas: Canvas, x: Scale, runs: list[Run], relative: bool, axis: str) -> None:
     every = [s for run in runs for s in run.swaps.values()]
     costs = [growth(c) for s in every for c in (s.delta_nll, s.delta_nll_plain)]
-    low, high = reach([c for c in costs if c is not None], log=True)
-    panel = Panel(canvas, x, Scale(max(low, 0.01), high, 425, 305, log=True))
+    low, high = cost_ends([c for c in costs if c is not None])
+    panel = Panel(canvas, x, Scale(low, high, 425, 305, log=True))
     panel.frame(axis, "perplexity, + %")
     for i, run in enumerate(runs):
         for s in run.swaps.values():

@@ -33,12 +33,18 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         _gains(canvas, gains)
     if kept:
         _units(canvas, kept)
-    rows: list[tuple[object, ...]] = [
-        (run.name, p.index, 1 - p.r2, gain, inside(p.bilinear, "gain_se"), None, None)
-        for _, run, p, gain in gains
+    places = sorted({k for *_, steps in kept for k, _ in steps})
+    gained = {(i, p.index): (gain, inside(p.bilinear, "gain_se")) for i, _, p, gain in gains}
+    steps_of = {(i, p.index): dict(steps) for i, _, p, steps in kept}
+    rows = [
+        (
+            *(run.name, p.index, 1 - p.r2, *gained.get((i, p.index), (None, None))),
+            *(steps_of.get((i, p.index), {}).get(k) for k in places),
+        )
+        for i, run in enumerate(runs)
+        for p in run.probes.values()
     ]
-    rows += [(run.name, p.index, None, None, None, k, r2) for _, run, p, s in kept for k, r2 in s]
-    columns = ("run", "block", "1 - R2", "gain", "se", "hidden units", "R2 with them")
+    columns = ("run", "block", "1 - R2", "gain", "se", *(f"R2, {k:g} units" for k in places))
     return Figure("rest", "What the rest is made of", READING, canvas, columns, rows)
 
 
@@ -50,10 +56,11 @@ def _steps(p: BlockProbe) -> list[tuple[float, float]]:
 def _gains(canvas: Canvas, gains: list[tuple[int, Run, BlockProbe, float]]) -> None:
     xs, ys = [1 - p.r2 for *_, p, _ in gains], [gain for *_, gain in gains]
     ses = [inside(p.bilinear, "gain_se") or 0.0 for *_, p, _ in gains]
-    low, high = reach([0.0, *(y + se for y, se in zip(ys, ses, strict=True))])
+    ends = [y + sign * se for y, se in zip(ys, ses, strict=True) for sign in (-1, 1)]
+    low, high = reach([0.0, *ends])
     panel = Panel(canvas, Scale(0.0, max(1.0, *xs), 58, 370), Scale(low, high, 280, 34))
-    together = pearson(xs, ys)
-    said = "" if together is None else f", correlation {together:+.2f}"
+    together = pearson(xs, ys) if len(xs) > 2 else None
+    said = "" if together is None else f", correlation {together:+.2f} over {len(xs)}"
     panel.frame("1 - R2", "gain", f"gain of products{said}")
     _name(panel, [(i, p, 1 - p.r2, gain) for i, _, p, gain in gains])
     for i, run, p, gain in gains:
@@ -83,8 +90,7 @@ def _units(
     panel.frame("hidden units kept, and one", "R2", "the matrix and some units")
     _name(panel, [(i, p, steps[0][0] + 1, steps[0][1]) for i, _, p, steps in kept])
     for i, run, p, steps in kept:
-        colour, shape = looks(i)
-        panel.line([(k + 1, r2) for k, r2 in steps], colour, "thin", part=f"r{i}")
-        for k, r2 in steps:
-            about = f"{run.name}, block {p.index}: R2 {number(r2)} with {k:g} units"
-            panel.dot(k + 1, r2, colour, shape=shape, part=f"r{i}", about=about, size=2.2)
+        colour, _ = looks(i)
+        said = ", ".join(f"{number(r2)} with {k:g}" for k, r2 in steps[:: max(1, len(steps) // 5)])
+        about = f"{run.name}, block {p.index}: R2 {said} units"
+        panel.line([(k + 1, r2) for k, r2 in steps], colour, part=f"r{i}", about=about)

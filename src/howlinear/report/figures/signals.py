@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from howlinear.records import BlockProfile, spearman
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.figure import Figure, looks
-from howlinear.report.figures.depth import growth
+from howlinear.report.figures.depth import cost_ends, growth
 from howlinear.report.runs import Run
 from howlinear.words import compact, finite, percent
 
@@ -32,8 +32,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     if not points:
         return None
     costs = [cost for found in points.values() for *_, cost in found]
-    low, high = reach([growth(c) or 0.0 for c in costs], log=True)
-    low = max(low, 0.01)
+    low, high = cost_ends([growth(c) or 0.0 for c in costs])
     canvas = Canvas(3 * (W + GAP) + 12, -(-len(points) // 3) * (H + 90))
     rows: list[tuple[object, ...]] = []
     for n, (name, found) in enumerate(points.items()):
@@ -54,7 +53,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
 def _points(
     runs: Sequence[Run], value: Callable[[BlockProfile], float | None]
 ) -> list[tuple[int, int, float, float]]:
-    """(run, block, signal, cost in nats) where both are known and can stand on a log scale."""
+    """(run, block, signal, cost in nats) where both are known."""
     found = []
     for i, run in enumerate(runs):
         for b in run.blocks:
@@ -67,7 +66,7 @@ def _points(
 
 def _rank(found: list[tuple[int, int, float, float]], run: int) -> float | None:
     own = [(signal, cost) for i, _, signal, cost in found if i == run]
-    return spearman([s for s, _ in own], [c for _, c in own])
+    return spearman([s for s, _ in own], [c for _, c in own]) if len(own) > 2 else None
 
 
 def _dots(

@@ -20,32 +20,31 @@ MOST = 4  # times the lowest perplexity: what lies beyond is broken, however far
 
 
 def draw(runs: Sequence[Run]) -> Figure | None:
-    tables = [(run, table) for run in runs if (table := by_method(run.compress))]
+    tables = [(i, run, t) for i, run in enumerate(runs) if (t := by_method(run.compress))]
     if not tables:
         return None
     canvas = Canvas(780, HEIGHT * len(tables))
     rows: list[tuple[object, ...]] = []
-    for n, (run, table) in enumerate(tables):
-        _panel(canvas, run, table, HEIGHT * n)
+    for n, (i, run, table) in enumerate(tables):
+        _panel(canvas, run, table, HEIGHT * n, f"r{i}" if len(runs) > 1 else "")
         rows += [(run.name, m, 100 * x, y, se) for m, steps in table.items() for x, y, se in steps]
     columns = ("run", "method", "removed, %", "perplexity", "se of its change")
-    return Figure(
-        "smaller", "Perplexity against parameters removed", READING, canvas, columns, rows
-    )
+    title = "Perplexity against parameters removed"
+    return Figure("smaller", title, READING, canvas, columns, rows, by_run=False)
 
 
-def by_method(data: dict[str, Any]) -> dict[str, list[tuple[float, float, float]]]:
+def by_method(data: dict[str, Any]) -> dict[str, list[tuple[float, float, float | None]]]:
     """{method: [(share removed, perplexity, standard error of the change)]}, each by size."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[str, list[tuple[float, float, float | None]]] = {}
     for point in listed(data, "curve"):
         x, y = inside(point, "share"), inside(point, "perplexity")
-        if x is not None and y is not None and y > 0:
+        if x is not None and 0 <= x <= 1 and y is not None and y > 0:
             steps = found.setdefault(str(point.get("method")), [])
-            steps.append((x, y, inside(point, "delta_ppl_se") or 0.0))
-    return {method: sorted(steps) for method, steps in found.items()}
+            steps.append((x, y, inside(point, "delta_ppl_se")))
+    return {method: sorted(steps, key=lambda s: s[:2]) for method, steps in found.items()}
 
 
-def _panel(canvas: Canvas, run: Run, table: dict[str, Any], top: float) -> None:
+def _panel(canvas: Canvas, run: Run, table: dict[str, Any], top: float, part: str) -> None:
     every = [step for steps in table.values() for step in steps]
     base = inside(run.compress, "change", "original", "perplexity")
     least = min([y for _, y, _ in every] + ([base] if base else []))
@@ -53,16 +52,21 @@ def _panel(canvas: Canvas, run: Run, table: dict[str, Any], top: float) -> None:
     most = max(x for x, *_ in every)
     x = Scale(0.0, 100 * most * 1.04 or 1.0, 58, 768)
     panel = Panel(canvas, x, Scale(low, high, top + 280, top + 44, log=True))
-    panel.frame("feed-forward parameters removed, %", "perplexity", "")
+    panel.frame("feed-forward parameters removed, %", "perplexity")
+    if part:
+        canvas.text((768, top + 22), run.name, mode="bold", anchor="end", part=part)
     if base:
         panel.line([(x.low, base), (x.high, base)], "axis", "dash thin")
     entries = []
     for i, (method, steps) in enumerate(table.items()):
         colour, shape = looks(i)
-        entries.append((method, colour, "", ""))
-        panel.line([(100 * share, y) for share, y, _ in steps], colour)
+        entries.append((method, colour, shape, "", part))
+        panel.line([(100 * share, y) for share, y, _ in steps], colour, part=part)
         for share, y, se in steps:
-            panel.whisker(100 * share, max(y - se, low), y + se, colour)
-            about = f"{method}: {number(100 * share, 1)} % removed, perplexity {number(y, 2)}"
-            panel.dot(100 * share, y, colour, shape=shape, about=f"{about} ± {number(se, 2)}")
+            about = f"{run.name}, {method}: {number(100 * share, 1)} % removed, perplexity "
+            about += number(y, 2)
+            if se is not None:
+                panel.whisker(100 * share, max(y - se, low), y + se, colour, part)
+                about += f" ± {number(se, 2)}"
+            panel.dot(100 * share, y, colour, shape=shape, part=part, about=about)
     key(canvas, entries, 58, top + 22)

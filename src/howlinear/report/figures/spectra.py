@@ -37,10 +37,12 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         panel = Panel(canvas, *_scales(curves, left, right))
         panel.frame("direction", "", label)
         for i, block, points in curves:
-            _curve(panel, runs[i], i, block, points, label)
+            _curve(panel, runs[i], i, block, points)
             rows.append(
                 (runs[i].name, block, label, *(_at(points, k) for k in SHOWN), points[-1][1])
             )
+    for block in blocks:
+        canvas.text((408, 20), f"block {block}", mode="bold", part=f"b{block}")
     choices = tuple(Choice(f"b{block}", str(block), block == blocks[0]) for block in blocks)
     columns = ("run", "block", "of what", *(f"direction {k}" for k in SHOWN), "last")
     title = "The spectrum of inputs and map"
@@ -83,14 +85,10 @@ def _scales(curves: list[Curve], left: float, right: float) -> tuple[Scale, Scal
     )
 
 
-def _curve(
-    panel: Panel, run: Run, i: int, block: int, points: list[tuple[float, float]], label: str
-) -> None:
+def _curve(panel: Panel, run: Run, i: int, block: int, points: list[tuple[float, float]]) -> None:
     colour, _ = looks(i)
     b = next(b for b in run.blocks if b.index == block)
-    about = f"{run.name}, block {block}, {label}: "
-    about += f"{compact(points[0][1])} first, {compact(points[-1][1])} last of {points[-1][0]:g}; "
-    about += (
-        f"participation {compact(b.input_participation)}, effective rank {b.effective_rank or '-'}"
-    )
-    panel.line(points, colour, part=f"r{i} b{block}", about=about)
+    about = f"{run.name}, block {block}: {compact(points[0][1])} to {compact(points[-1][1])}; "
+    about += f"participation {compact(b.input_participation)}, rank {b.effective_rank or '-'}"
+    seen = [*points[:6], *points[6:-1:2], points[-1]] if len(points) > 7 else points
+    panel.line(seen, colour, part=f"r{i} b{block}", about=about)

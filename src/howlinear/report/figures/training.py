@@ -15,83 +15,71 @@ READING = (
     "A column a measurement, in the order of steps; a row a block. Bright is linear, dark is not "
     "(0 or less)."
 )
-LEFT, WIDTH, MOST = 58, 640, 120  # columns drawn at most: every n-th beyond that
+LEFT, WIDTH = 58, 640
+CELLS, BLOCKS = 480, 256  # drawn at most: every n-th step beyond that, and no more blocks
 
 
 def draw(runs: Sequence[Run]) -> Figure | None:
-    logs = [(run, table) for run in runs if (table := measured(run.training))]
+    logs = [(i, run, log) for i, run in enumerate(runs) if (log := measured(run.training))]
     if not logs:
         return None
-    heights = [62 + _cell(table) * _depth(table) + 34 for _, table in logs]
-    canvas = Canvas(780, sum(heights))
-    top = 0.0
-    rows: list[tuple[object, ...]] = []
-    for (run, table), height in zip(logs, heights, strict=True):
-        _map(canvas, run, table, top, named=len(runs) > 1)
-        top += height
-        rows += [(run.name, step, k, r2) for step, blocks in table for k, r2 in blocks.items()]
-    columns = ("run", "step", "block", "R2")
-    return Figure("training", "Linearity over training", READING, canvas, columns, rows)
+    canvas = Canvas(780, 0)
+    for i, run, log in logs:
+        name = run.name if len(runs) > 1 else ""
+        _map(canvas, log, name, f"r{i}")
+    blocks = sorted({k for *_, log in logs for _, at in log for k in at})
+    rows = [(r.name, step, *(at.get(k) for k in blocks)) for _, r, log in logs for step, at in log]
+    columns = ("run", "step", *(f"block {k}" for k in blocks))
+    title = "Linearity over training"
+    return Figure("training", title, READING, canvas, columns, rows, by_run=False)
 
 
-def measured(rows: list[dict[str, Any]]) -> list[tuple[int, dict[int, float]]]:
-    """(step, {block: R2}) of a log, thinned to what can be drawn; the first and last remain."""
+Log = list[tuple[int, dict[int, float]]]  # step, {block: R2}
+
+
+def measured(rows: list[dict[str, Any]]) -> Log:
+    """A log thinned to what can be drawn: the first and last steps remain, and so many blocks."""
     found = []
     for row in rows:
-        at = {
-            int(k): r2
-            for b in listed(row, "blocks")
-            if (k := inside(b, "index")) is not None and (r2 := inside(b, "r2")) is not None
-        }
+        pairs = [(inside(b, "index"), inside(b, "r2")) for b in listed(row, "blocks")[:BLOCKS]]
+        at = {int(k): r2 for k, r2 in pairs if k is not None and k >= 0 and r2 is not None}
         if at:
             found.append((int(row["step"]), at))
-    every = -(-len(found) // MOST)
+    most = max(8, CELLS // max((len(at) for _, at in found), default=1))
+    every = -(-len(found) // most)
     return [f for i, f in enumerate(found) if i % max(every, 1) == 0 or i == len(found) - 1]
 
 
-def _depth(table: list[tuple[int, dict[int, float]]]) -> int:
-    return max(k for _, at in table for k in at) + 1
-
-
-def _cell(table: list[tuple[int, dict[int, float]]]) -> float:
-    return min(22.0, max(7.0, 320 / _depth(table)))
-
-
-def _map(
-    canvas: Canvas,
-    run: Run,
-    table: list[tuple[int, dict[int, float]]],
-    top: float,
-    named: bool,
-) -> None:
-    cell, wide, depth = _cell(table), WIDTH / len(table), _depth(table)
-    y = top + 34
-    if named:
-        canvas.text((LEFT, top + 22), run.name, mode="bold", anchor="start")
+def _map(canvas: Canvas, log: Log, name: str, part: str) -> None:
+    blocks = sorted({k for _, at in log for k in at})
+    cell, wide = min(22.0, max(7.0, 320 / len(blocks))), WIDTH / len(log)
+    y, high = canvas.height + 34, cell * len(blocks)
+    canvas.height = y + high + 44
+    if name:
+        canvas.text((LEFT, y - 12), name, mode="bold", anchor="start", part=part)
     apart = max(1, round(46 / wide))
-    for c, (step, at) in enumerate(table):
+    for c, (step, at) in enumerate(log):
         x = LEFT + c * wide
-        for k, r2 in at.items():
-            about = f"{run.name}, step {step}, block {k}: R2 {number(r2)}"
-            corner, other = (x, y + k * cell), (x + wide - 0.6, y + (k + 1) * cell - 0.6)
-            canvas.box(corner, other, heat(r2), about=about)
+        for r, k in enumerate(blocks):
+            if k in at:
+                about = f"step {step}, block {k}: {number(at[k])}"
+                other = (x + wide - 0.6, y + (r + 1) * cell - 0.6)
+                canvas.box((x, y + r * cell), other, heat(at[k]), part, about)
         if c % apart == 0:
-            place = (x + wide / 2, y + depth * cell + 15)
-            canvas.text(place, f"{step}", "muted", "small")
-    for k in range(0, depth, max(1, round(14 / cell))):
-        canvas.text((LEFT - 6, y + (k + 0.5) * cell + 4), str(k), "muted", "small", anchor="end")
-    canvas.text((LEFT - 36, y + depth * cell / 2), "block", turned=True)
-    canvas.text((LEFT + WIDTH / 2, y + depth * cell + 31), "step")
-    _scale(canvas, y, depth * cell)
+            canvas.text((x + wide / 2, y + high + 15), f"{step}", "muted", "small", part=part)
+    for r in range(0, len(blocks), max(1, round(14 / cell))):
+        at_left = (LEFT - 6, y + (r + 0.5) * cell + 4)
+        canvas.text(at_left, str(blocks[r]), "muted", "small", anchor="end", part=part)
+    canvas.text((LEFT - 36, y + high / 2), "block", turned=True, part=part)
+    canvas.text((LEFT + WIDTH / 2, y + high + 31), "step", part=part)
+    _scale(canvas, y, high, part)
 
 
-def _scale(canvas: Canvas, y: float, height: float) -> None:
+def _scale(canvas: Canvas, y: float, height: float, part: str) -> None:
     steps = 24
     for i in range(steps):
-        share = 1 - i / (steps - 1)
-        at = y + i * height / steps
-        canvas.box((716, at), (730, at + height / steps + 0.7), heat(share))
+        at, tall = y + i * height / steps, height / steps + 0.7
+        canvas.box((716, at), (730, at + tall), heat(1 - i / (steps - 1)), part)
     for value in (0.0, 0.5, 1.0):
-        canvas.text(
-            (734, y + (1 - value) * height + 4), f"{value:g}", "muted", "small", anchor="start"
-        )
+        place = (734, y + (1 - value) * height + 4)
+        canvas.text(place, f"{value:g}", "muted", "small", anchor="start", part=part)
