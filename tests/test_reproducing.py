@@ -228,7 +228,7 @@ def test_damaged_and_other_runs_are_refused_in_one_line(tmp_path, complaint, par
 
 
 def test_numbers_that_are_missing_are_not_compared(tmp_path):
-    odd = {"r2_scalar": None, "effective_rank": None, "r2_feature": {"median": "?"}, "r2": None}
+    odd = {"r2_scalar": None, "effective_rank": None, "r2_feature": {"median": None}, "r2": None}
     found = reproduce_run(planted(tmp_path, blocks=[block(0, **odd), block(1), block(2)]))
     assert {found.blocks[0][q]["difference"] for q in found.measured} == {None}
     assert {s["blocks"] for s in found.summary.values()} == {2}
