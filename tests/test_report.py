@@ -468,8 +468,8 @@ def test_the_headline_counts_what_was_measured(tmp_path):
     changed(folder, "swap.json", lambda d: d["blocks"].pop(7))
     html = page([read_run(folder)], [])
     assert (
-        "Of 7 swapped one at a time, 5 can become one matrix for less than +3.0 % perplexity (0-1, 3-5); "
-        "1 can with hidden units kept (2); 1 cost +10.5 % or more (6)." in html
+        "Of 7 swapped one at a time, 5 can become one matrix for less than 3.0 % more perplexity (0-1, 3-5); "
+        "1 can with hidden units kept (2); 1 cost 10.5 % or more (6)." in html
     )
 
 

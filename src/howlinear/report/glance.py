@@ -49,10 +49,10 @@ def _swaps(run: Run) -> str:
     for b in run.blocks:
         found.setdefault(verdict(b, run.swaps.get(b.index))[0], []).append(b.index)
     phrases = {
-        "safe": f"can become one matrix for less than {percent(SAFE)} perplexity",
+        "safe": f"can become one matrix for less than {percent(SAFE)[1:]} more perplexity",
         "safe with units": "can with hidden units kept",
         "safe so far": "seem so, but within two standard errors may cost more",
-        "costly": f"cost {percent(COSTLY)} or more",
+        "costly": f"cost {percent(COSTLY)[1:]} or more",
     }
     told = [
         f"{len(found[w])} {says} ({spaced(found[w])})" for w, says in phrases.items() if w in found
