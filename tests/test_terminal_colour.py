@@ -91,8 +91,8 @@ def runs(tmp_path):
             "corpus": {"name": name},
             "settings": {"protocol": "paper"},
         }
-        whole = [b | {"r2_curve": None, "sink_units": None, "sink_shares": None} for b in blocks]
-        whole = [b | {"fold_sums": None, "n_fit": 9, "n_heldout": 9} for b in whole]
+        lists = "r2_curve sink_units sink_shares fold_sums input_spectrum map_spectrum"
+        whole = [b | dict.fromkeys(lists.split()) | {"n_fit": 9, "n_heldout": 9} for b in blocks]
         (tmp_path / name / "maps").mkdir(parents=True)
         for b in whole:
             (tmp_path / name / "maps" / f"{b['index']}.safetensors").touch()
