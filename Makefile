@@ -18,7 +18,7 @@ demo: .venv/demo.stamp
 # one thread a worker: several that spin on the same cores take many times as long; one worker more
 # than there are cores: some tests wait for other processes
 test: .venv/test.stamp lint
-	PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(nproc) + 1)) OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder
 

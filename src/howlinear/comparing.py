@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from howlinear.affine import score
-from howlinear.jackknife import alike, jackknife, r2s, sums_of
+from howlinear.jackknife import alike, jackknife, r2s, same_windows, sums_of
 from howlinear.profiling import Profile
 from howlinear.records import BlockProfile
 from howlinear.results import Result
@@ -99,7 +99,9 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
         if [b.index for b in profiles[i].blocks] != [b.index for b in profiles[j].blocks]:
             notes.append(f"{names[i]} and {names[j]} hold blocks of different depths")
         sums = [sums_of(profiles[k].blocks) for k in (i, j)]
-        paired = _same_text(profiles[i], profiles[j])
+        paired = same_windows(
+            *({**p.about, "settings": p.settings} for p in (profiles[i], profiles[j]))
+        )
         found = alike(*sums, paired=paired)
         found["largest_shift_at"] = profiles[i].blocks[found["largest_shift_at"]].index
         pairs.append({"a": names[i], "b": names[j], **found})
@@ -130,14 +132,6 @@ def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]
 
 def _shown(b: BlockProfile) -> dict[str, Any]:
     return {"path": b.path, "r2": b.r2, "r2_se": b.r2_se, "r2_body": b.r2_body}
-
-
-def _same_text(a: Profile, b: Profile) -> bool:
-    """Do folds of both hold the same windows?"""
-    corpora = [p.about.get("corpus") or {} for p in (a, b)]
-    texts = [c.get("fingerprint") for c in corpora]
-    settings = [[p.settings.get(k) for k in ("window", "folds", "tokens")] for p in (a, b)]
-    return texts[0] is not None and texts[0] == texts[1] and settings[0] == settings[1]
 
 
 def _crossable(a: Profile, b: Profile) -> bool:

@@ -14,7 +14,7 @@ degrees of freedom. Maps of different folds share fit rows, so all of this is an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
@@ -104,6 +104,18 @@ def alike(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
         "largest_shift": jackknife(lambda a, b: b[at] - a[at], runs, paired=paired).to_dict(),
         "largest_shift_at": at,  # in the order of the blocks
     }
+
+
+def same_windows(*files: Mapping[str, Any]) -> bool:
+    """Do folds of these profiles hold the same windows, so that they lose a fold together?"""
+    cuts = []
+    for file in files:
+        corpus, settings = (file.get(k) for k in ("corpus", "settings"))
+        if not (isinstance(corpus, Mapping) and corpus.get("fingerprint")):
+            return False
+        how = settings if isinstance(settings, Mapping) else {}
+        cuts.append([corpus["fingerprint"], *(how.get(k) for k in ("window", "folds", "tokens"))])
+    return all(cut == cuts[0] for cut in cuts)
 
 
 def student(freedom: int, level: float = 0.95) -> float:

@@ -59,9 +59,10 @@ def key(canvas: Canvas, entries: Sequence[Entry], x: float, y: float) -> None:
 
 def name_runs(canvas: Canvas, names: Sequence[str]) -> None:
     """Which mark is which run, beneath the drawing: files and paper have no switches."""
-    entries = [(_cut(name), *looks(i), "", f"r{i}") for i, name in enumerate(names)]
+    entries = [(short(name), *looks(i), "", f"r{i}") for i, name in enumerate(names)]
     key(canvas, entries, 58, canvas.height + 12)
 
 
-def _cut(name: str, most: int = 40) -> str:
+def short(name: str, most: int = 40) -> str:
+    """The end of a name: paths differ there."""
     return name if len(name) <= most else "…" + name[-most:]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from howlinear.jackknife import alike, sums_of
+from howlinear.jackknife import alike, same_windows, sums_of
 from howlinear.report.canvas import Canvas, Panel, Scale
-from howlinear.report.figure import Figure, looks
+from howlinear.report.figure import Figure, looks, short
 from howlinear.report.runs import Run
 from howlinear.words import number
 
@@ -51,7 +51,7 @@ def _pair(
     canvas: Canvas, corner: tuple[float, float], one: tuple[int, Run], two: tuple[int, Run]
 ) -> tuple[object, ...]:
     (i, a), (j, b) = one, two
-    found = alike(sums_of(a.blocks), sums_of(b.blocks), paired=same_text(a, b))
+    found = alike(sums_of(a.blocks), sums_of(b.blocks), paired=same_windows(a.about, b.about))
     r = found["pearson"]
     x, y = corner
     low = max(-0.5, min([0.0, *(c.r2 for c in (*a.blocks, *b.blocks))]))
@@ -59,7 +59,7 @@ def _pair(
     said = number(r["value"], 2)
     if r["low"] is not None:
         said += f" [{number(r['low'], 2)}, {number(r['high'], 2)}]"
-    panel.frame(_cut(a.name), _cut(b.name), f"r = {said}")
+    panel.frame(short(a.name, 28), short(b.name, 28), f"r = {said}")
     panel.line([(low, low), (1.0, 1.0)], "axis", "dash thin")
     colour, shape = looks(j)
     for u, v in zip(a.blocks, b.blocks, strict=True):
@@ -69,14 +69,3 @@ def _pair(
         *(a.name, b.name, r["value"], r["low"], r["high"], found["spearman"]["value"]),
         *(found["mean_shift"]["value"], found["largest_shift"]["value"]),
     )
-
-
-def same_text(a: Run, b: Run) -> bool:
-    """Do folds of both hold the same windows?"""
-    text = [run.fact("corpus", "fingerprint") for run in (a, b)]
-    cut = [[run.fact("settings", k) for k in ("window", "folds", "tokens")] for run in (a, b)]
-    return text[0] is not None and text[0] == text[1] and cut[0] == cut[1]
-
-
-def _cut(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else "…" + name[-most:]
