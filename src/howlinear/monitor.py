@@ -88,6 +88,11 @@ class LinearityMonitor:
         found: dict[str, Any] = clean({**self._header, "rows": self.rows})
         return found
 
+    def _repr_html_(self) -> str:
+        from howlinear.report.notebook import training_html
+
+        return training_html(repr(self).strip("<>"), clean(self.rows))
+
     def __repr__(self) -> str:
         said = f"{len(self.blocks)} blocks, {len(self.rows)} measurements"
         if self.rows and self.rows[-1]["blocks"]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from howlinear.records import BlockProfile
-from howlinear.report.figures import alike, depth
+from howlinear.report.figures import alike, depth, training
 from howlinear.report.markup import Markup, joined, tag
 from howlinear.report.runs import Run, listed
 from howlinear.report.svg import standalone
@@ -31,6 +31,13 @@ def html_of(
     made = [module.draw(runs) for module in (depth, alike)]
     drawings = [Markup(standalone(f.canvas, f.title)) for f in made if f is not None]
     return str(tag("div", tag("p", line), *drawings, _table(data)))
+
+
+def training_html(line: str, rows: list[dict[str, Any]]) -> str:
+    """What a notebook shows of a monitor's rows: a heat map once there is something to draw."""
+    figure = training.draw([Run("training", training=rows)])
+    drawing = None if figure is None else Markup(standalone(figure.canvas, figure.title))
+    return str(tag("div", tag("p", line), drawing))
 
 
 def _table(data: dict[str, Any]) -> Markup | None:
