@@ -15,11 +15,9 @@ demo: .venv/demo.stamp
 	$(BIN)/howlinear swap runs/demo --tokens 508
 	$(BIN)/howlinear report runs/demo
 
-# one thread a worker: several that spin on the same cores take many times as long; one worker more
-# than there are cores: some tests wait for other processes
+# one thread a worker: several that spin on the same cores take many times as long
 test: .venv/test.stamp lint
-	PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n auto --maxprocesses 4 \
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder
 
 lint: .venv/test.stamp
