@@ -5,6 +5,7 @@ import csv
 import hashlib
 import json
 import math
+import random
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -438,6 +439,60 @@ def test_files_that_cannot_be_right_are_refused(name, change, said, tmp_path):
     changed(folder, name, change)
     with pytest.raises(ValueError, match=re.escape(said)):
         read_run(folder)
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    10**400,
+    1e308,
+    1e-320,
+    "x",
+    [],
+    [1],
+    {},
+    [[1, 2, 3]],
+    -0.5,
+    10**9,
+    "\ud800<",
+]
+
+
+def places(data, trail=()):
+    """Where something could be put in the place of something else."""
+    inside = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in inside:
+        yield (*trail, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*trail, key))
+
+
+def test_odd_values_anywhere_are_drawn_or_refused_in_one_line(tmp_path):
+    folder = planted_run(tmp_path / "run", blocks=2)
+    files = sorted(folder.glob("*.json"))
+    whole = {path: path.read_text() for path in files}
+    chance = random.Random(0)
+    refused = drawn = 0
+    for _ in range(120):
+        path = chance.choice(files)
+        data = json.loads(whole[path])
+        *trail, last = chance.choice(list(places(data)))
+        at = data
+        for key in trail:
+            at = at[key]
+        at[last] = chance.choice(ODD)
+        path.write_text(json.dumps(data))
+        try:
+            run = read_run(folder)
+        except ValueError as err:
+            refused += 1
+            assert "\n" not in str(err)
+        else:
+            drawn += 1
+            page([run, run], draw([run, run])).encode()
+        path.write_text(whole[path])
+    assert min(refused, drawn) > 20
 
 
 def test_blocks_without_r2_are_left_out_and_told(tmp_path):

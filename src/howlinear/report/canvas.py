@@ -123,8 +123,9 @@ def reach(values: Sequence[float], *, log: bool = False, room: float = 0.06) -> 
         return (0.1, 10.0) if log else (0.0, 1.0)
     low, high = min(used), max(used)
     if log:
+        low = max(low, high * 1e-12, 1e-300)  # what lies below is at the edge
         span = max((high / low) ** room, 1.3)
-        return low / span, high * span
+        return low / span, max(high, low) * span
     span = (high - low) * room or abs(high) * room or 1.0
     return low - span, high + span
 
