@@ -33,6 +33,9 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
+]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
 ]

@@ -21,6 +21,7 @@ from howlinear.cli_parts import (
     BatchSize,
     Device,
     ModelName,
+    Overwrite,
     TrustRemoteCode,
     available_memory,
     check_folder,
@@ -155,9 +156,7 @@ def profile(
     seed: Annotated[int, typer.Option(help="Seed of the row sample.")] = 0,
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
-    ] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure every block, write a run folder, print the table."""
@@ -457,9 +456,7 @@ def merge(
         list[Path], typer.Argument(help="Run folders or shards, two or more.", metavar="RUN...")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
-    ] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Add runs of different machines, texts or days up to one run."""

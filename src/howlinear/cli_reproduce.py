@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from howlinear import reproducing
-from howlinear.cli_parts import AllowPickle, AsJson, Device, follows, say, slug
+from howlinear.cli_parts import AllowPickle, AsJson, Device, Overwrite, follows, say, slug
 from howlinear.cli_profile import Protocol, profile
 from howlinear.reproducing import Reproduction, reproduce_run
 
@@ -40,9 +40,7 @@ def reproduce(
     ] = None,
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into a folder that holds something else.")
-    ] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure by the paper's protocol, and print the paper's numbers beside ours."""

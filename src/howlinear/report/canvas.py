@@ -13,7 +13,7 @@ is shown or hidden together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +128,11 @@ def reach(values: Sequence[float], *, log: bool = False, room: float = 0.06) -> 
         return low / span, max(high, low) * span
     span = (high - low) * room or abs(high) * room or 1.0
     return low - span, high + span
+
+
+def r2_floor(values: Iterable[float | None]) -> float:
+    """The lower end of a scale of R2: 0, or what lies below, down to -0.5."""
+    return max(-0.5, min([0.0, *(v for v in values if v is not None)]))
 
 
 @dataclass(frozen=True)

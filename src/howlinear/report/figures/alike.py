@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from howlinear.jackknife import alike, same_windows, sums_of
-from howlinear.report.canvas import Canvas, Panel, Scale
+from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor
 from howlinear.report.figure import Figure, looks, short
 from howlinear.report.runs import Run
 from howlinear.words import number
@@ -54,7 +54,7 @@ def _pair(
     found = alike(sums_of(a.blocks), sums_of(b.blocks), paired=same_windows(a.about, b.about))
     r = found["pearson"]
     x, y = corner
-    low = max(-0.5, min([0.0, *(c.r2 for c in (*a.blocks, *b.blocks))]))
+    low = r2_floor(c.r2 for c in (*a.blocks, *b.blocks))
     panel = Panel(canvas, Scale(low, 1.0, x, x + SIDE), Scale(low, 1.0, y + SIDE, y))
     said = number(r["value"], 2)
     if r["low"] is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from howlinear.records import BlockProfile, BlockSwap
-from howlinear.report.canvas import Canvas, Panel, Scale, reach
+from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor, reach
 from howlinear.report.figure import Choice, Figure, key, looks
 from howlinear.report.runs import Run
 from howlinear.words import finite, number, percent, percent_se
@@ -34,10 +34,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     models, depths = {run.model for run in measured}, {_last(run) for run in measured}
     relative = len(models) > 1 and len(depths) > 1
     x = across(runs, relative)
-    values = [
-        v for run in runs for b in run.blocks for v in (b.r2, b.r2_body) if finite(v) is not None
-    ]
-    low = max(-0.5, min([0.0, *(float(v) for v in values if v is not None)]))
+    low = r2_floor(finite(v) for run in runs for b in run.blocks for v in (b.r2, b.r2_body))
     top = Panel(canvas, x, Scale(low, 1.0, 270, 34))
     axis = "depth (first block 0, last block 1)" if relative else "block"
     top.frame("" if swapped else axis, "R2")

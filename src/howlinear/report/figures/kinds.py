@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from howlinear.records import BlockProfile
-from howlinear.report.canvas import Canvas, Mark, Panel, Scale
+from howlinear.report.canvas import Canvas, Mark, Panel, Scale, r2_floor
 from howlinear.report.figure import Figure, looks
 from howlinear.report.runs import Run, inside
 from howlinear.words import number
@@ -29,7 +29,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     if not points:
         return None
     canvas = Canvas(560, 400)
-    low = max(-0.5, min(0.0, *(min(m, b.r2) for _, _, b, m in points)))
+    low = r2_floor(v for _, _, b, m in points for v in (m, b.r2))
     panel = Panel(canvas, Scale(low, 1.0, 58, 430), Scale(low, 1.0, 350, 20))
     panel.frame("median R2 of an output feature", "R2 of the block")
     panel.line([(low, low), (1.0, 1.0)], "axis", "dash thin")

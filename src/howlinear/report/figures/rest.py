@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from howlinear.records import BlockProbe, pearson
-from howlinear.report.canvas import Canvas, Panel, Scale, reach
+from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor, reach
 from howlinear.report.figure import Figure, looks
 from howlinear.report.runs import Run, inside, listed
 from howlinear.words import number
@@ -84,9 +84,10 @@ def _units(
     canvas: Canvas, kept: list[tuple[int, Run, BlockProbe, list[tuple[float, float]]]]
 ) -> None:
     most = max(k for *_, steps in kept for k, _ in steps)
-    lowest = min(r2 for *_, steps in kept for _, r2 in steps)
     x = Scale(1.0, most + 1, 446, 752, log=True)
-    panel = Panel(canvas, x, Scale(max(-0.5, min(0.0, lowest)), 1.0, 280, 34))
+    panel = Panel(
+        canvas, x, Scale(r2_floor(r2 for *_, steps in kept for _, r2 in steps), 1.0, 280, 34)
+    )
     panel.frame("hidden units kept, and one", "R2", "the matrix and some units")
     _name(panel, [(i, p, steps[0][0] + 1, steps[0][1]) for i, _, p, steps in kept])
     for i, run, p, steps in kept:
