@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from howlinear import bfloat16
+
+bfloat16.limit()  # before torch is imported, here and in every worker
+
 import torch
 
 import tiny

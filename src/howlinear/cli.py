@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import howlinear
+from howlinear import bfloat16
 from howlinear.cli_control import control
 from howlinear.cli_parts import (
     PARTS,
@@ -79,6 +80,7 @@ class Export(StrEnum):
     nemotron_nas = "nemotron-nas"
 
 
+READERS = ("compare", "merge", "report")  # commands that run no model
 INTERRUPTED = 130  # exit code, as of a shell
 
 # typer brings a click of its own in some versions and asks for the real one in others
@@ -107,11 +109,14 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def top(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """How linear is each feed-forward block of a transformer, and how sure are we?"""
+    if context.invoked_subcommand not in READERS and "--help" not in sys.argv:
+        bfloat16.limit()  # before anything imports torch
 
 
 @app.command()

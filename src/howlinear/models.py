@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from howlinear import ggufs
+from howlinear import bfloat16, ggufs
 from howlinear.ggufs import one_line
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ def load(
     with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
         config = _config(source, trust_remote_code)
         stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
+        bfloat16.check(stored if dtype == "auto" else dtype, target)
         placed = _placement(source, device_map, offload_folder)
         model = _weights(source, config, dtype, trust_remote_code, allow_pickle, placed)
         tokenizer = _tokenizer(source, trust_remote_code)

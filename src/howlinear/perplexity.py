@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from howlinear import bfloat16
 from howlinear.families import backbone, call_options
 from howlinear.records import clean
 from howlinear.resuming import answering
@@ -216,6 +217,7 @@ class Readout:
 
     def __init__(self, model: nn.Module, during: Context = nullcontext) -> None:
         self.model, self.during, self.whole = model, during, False
+        bfloat16.check(next(model.parameters()).dtype, self.device)
         name = type(model).__name__
         config: Any = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howlinear import bfloat16
 from howlinear.affine import Affine
 from howlinear.experts import SHARED, mixtures
 from howlinear.families import Block, blocks
@@ -174,6 +175,8 @@ def profile(
     or on "all". `course` divides the work. `progress` is called with the number of tokens of each batch done.
     """
     course = course or Course()
+    parameter = next(model.parameters())
+    bfloat16.check(parameter.dtype, parameter.device)
     at = blocks(model, at) if at is None or isinstance(at, str) else list(at)
     split = split_of(protocol, folds, windows)
     if isinstance(windows, Tensor):
