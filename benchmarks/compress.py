@@ -22,9 +22,9 @@ import math
 import time
 
 from howlinear import load, windows
-from howlinear.compress import Budget, compress_model
-from howlinear.corpus import builtin
-from howlinear.records import write_json
+from howlinear.compression.compress import Budget, compress_model
+from howlinear.models.corpus import builtin
+from howlinear.records.files import write_json
 
 
 def main() -> None:

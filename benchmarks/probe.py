@@ -17,14 +17,14 @@ sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
 
 import argparse
 
-from howlinear import Moments, bilinear, blocks, fit, load
-from howlinear.bilinear import solve_products, train_products
-from howlinear.corpus import builtin
-from howlinear.families import depth_indices
-from howlinear.ladder import climb
-from howlinear.probing import windows_of
-from howlinear.samples import gather, outcome
-from howlinear.training import dense, train
+from howlinear import Moments, blocks, fit, load
+from howlinear.models.corpus import builtin
+from howlinear.models.families import depth_indices
+from howlinear.probing.bilinear import solve_products, train_products
+from howlinear.probing.ladder import climb
+from howlinear.probing.probes import bilinear, windows_of
+from howlinear.probing.samples import gather, outcome
+from howlinear.probing.training import dense, train
 
 
 def main() -> None:

@@ -26,11 +26,11 @@ import time
 import torch
 
 from howlinear import blocks, load, profile, windows
-from howlinear.corpus import builtin
-from howlinear.families import backbone
-from howlinear.passes import Hearing, Whole, pieces, primer
-from howlinear.stores import BlockStore, Folds, Known
-from howlinear.units import sink_units
+from howlinear.linear.stores import BlockStore, Folds, Known
+from howlinear.models.corpus import builtin
+from howlinear.models.families import backbone
+from howlinear.models.units import sink_units
+from howlinear.profiling.passes import Hearing, Whole, pieces, primer
 
 LENGTH, BATCH = 512, 8
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import howlinear as hl
-from howlinear.corpus import builtin
-from howlinear.costs import profile_cost
-from howlinear.passes import Course
-from howlinear.ranks import Ranks
-from howlinear.saving import Saves
-from howlinear.words import size
+from howlinear.models.corpus import builtin
+from howlinear.profiling.needs import profile_cost
+from howlinear.profiling.passes import Course
+from howlinear.records.words import size
+from howlinear.run.ranks import Ranks
+from howlinear.run.saving import Saves
 
 TOKENS, ROUNDS = 16384, 3
 

@@ -21,8 +21,8 @@ import copy
 import torch
 
 from howlinear import Affine, blocks, load
-from howlinear.installing import install_maps
-from howlinear.speed import Spread, compare_speeds
+from howlinear.export.installing import install_maps
+from howlinear.losses.speed import Spread, compare_speeds
 
 
 def with_matrices(model, count: int):

@@ -24,9 +24,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from howlinear import Affine, blocks, load, windows
-from howlinear.corpus import builtin
-from howlinear.families import backbone
-from howlinear.sweeps import sweep
+from howlinear.losses.sweeps import sweep
+from howlinear.models.corpus import builtin
+from howlinear.models.families import backbone
 
 
 def counted(work) -> float:

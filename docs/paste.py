@@ -27,8 +27,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import typer
 
 import howlinear
-from howlinear.cli import app
-from howlinear.families import FAMILIES, Family
+from howlinear.cli.app import app
+from howlinear.models.families import FAMILIES, Family
 
 DOCS = Path(__file__).parent
 SPAN = re.compile(r"(<!-- paste: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)

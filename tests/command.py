@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from howlinear import cli
+from howlinear.cli import app
 
 COMMAND = [sys.executable, "-m", "howlinear"]
 
@@ -33,5 +33,5 @@ def inside(*args):
         patch.setattr(sys, "argv", ["howlinear", *map(str, args)])
         captured = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
         with captured[0], captured[1], pytest.raises(SystemExit) as stopped:
-            cli.main()
+            app.main()
     return subprocess.CompletedProcess(args, stopped.value.code, out.getvalue(), err.getvalue())

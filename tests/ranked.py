@@ -15,13 +15,13 @@ import torch
 
 import tiny
 from howlinear import blocks, profile
-from howlinear.controls import cross_feed, matched, random_init
-from howlinear.passes import Course
-from howlinear.ranks import Ranks
-from howlinear.records import clean
-from howlinear.saving import Saves
-from howlinear.swap import measure_swaps
-from howlinear.sweeps import map_errors
+from howlinear.controls.experiments import cross_feed, matched, random_init
+from howlinear.losses.sweeps import map_errors
+from howlinear.profiling.passes import Course
+from howlinear.records.files import clean
+from howlinear.run.ranks import Ranks
+from howlinear.run.saving import Saves
+from howlinear.swapping.swaps import measure_swaps
 
 LENGTH = 32
 

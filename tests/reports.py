@@ -3,7 +3,7 @@
 import json
 import math
 
-from howlinear.records import BlockProbe, BlockProfile, BlockSwap
+from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
 
 HOSTILE = "<script>alert(1)</script>"
 CONTROL = "to\x1b[31mken\u202e\x00\ud800"

@@ -6,14 +6,14 @@
 import math
 from dataclasses import dataclass, fields
 
-from howlinear.records import (
+from howlinear.records.fields import (
     BlockCompression,
     BlockProbe,
     BlockProfile,
     BlockSwap,
     ExpertSwap,
-    summarise,
 )
+from howlinear.records.statistics import summarise
 
 LONG = "very_long_name.language_model.model.decoder.layers.{}.feed_forward"  # 60 and more
 PRE = "a text from somewhere"

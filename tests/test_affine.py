@@ -15,8 +15,8 @@ from mpmath import mp, mpf
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
-from howlinear.affine import effective_rank, fit, input_stats, score, solve, spectrum
-from howlinear.moments import TSQR, Moments
+from howlinear.linear.affine import effective_rank, fit, input_stats, score, solve, spectrum
+from howlinear.linear.moments import TSQR, Moments
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 NIST = Path(__file__).parents[2] / "shared" / "data" / "nist_strd_linear.json"

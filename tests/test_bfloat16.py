@@ -10,7 +10,7 @@ import torch
 
 import howlinear as hl
 import tiny
-from howlinear import bfloat16
+from howlinear.models import bfloat16
 
 #: Ends the process with an illegal instruction, unless the instruction set is limited.
 DIES = f"import os; {bfloat16.VARIABLE!r} in os.environ or os.kill(os.getpid(), 4)"

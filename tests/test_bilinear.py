@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import planted
-from howlinear import bilinear
-from howlinear.bilinear import (
+from howlinear.probing import bilinear
+from howlinear.probing.bilinear import (
     Bilinear,
     rank_sweep,
     recruitment,
@@ -16,7 +16,7 @@ from howlinear.bilinear import (
     solve_products,
     train_products,
 )
-from howlinear.samples import outcome
+from howlinear.probing.samples import outcome
 
 
 @pytest.mark.parametrize("block", range(3))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from command import COMMAND, run
-from howlinear import cli_parts
-from howlinear.families import Block
-from howlinear.stores import needs
+from howlinear.cli import parts
+from howlinear.models.families import Block
+from howlinear.profiling.needs import needs
 
 SMALL = Path(__file__).parent / "models" / "llama"
 
@@ -132,14 +132,14 @@ def test_models_that_are_not_there(tmp_path, complaint):
 
 
 def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(cli_parts, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(parts, "available_memory", lambda: 10**9)
     with pytest.raises(
         ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
     ):
-        cli_parts.check_room(2 * 10**9, 1, Path("x"))
+        parts.check_room(2 * 10**9, 1, Path("x"))
     with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
-        cli_parts.check_room(1, 10**18, Path("x"))
-    cli_parts.check_room(1, 1, Path("x"))
+        parts.check_room(1, 10**18, Path("x"))
+    parts.check_room(1, 1, Path("x"))
 
 
 def test_what_is_stated_is_what_it_takes(small_run):
@@ -280,12 +280,13 @@ def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypa
     assert off["2"] == abs(mixed["blocks"][2]["r2"] - plain["blocks"][2]["r2"])
     assert any("sums in mixed precision: R2 of blocks 0, 2, 3" in note for note in mixed["notes"])
     from howlinear import blocks as found
-    from howlinear import cli_profile, models
+    from howlinear.cli import profile
+    from howlinear.models import loading
 
-    own = found(models.load(str(SMALL))[0], "0-1")
+    own = found(loading.load(str(SMALL))[0], "0-1")
     room = needs(own, 64, 5).memory + 1000
-    monkeypatch.setattr(cli_profile, "available_memory", lambda: room)
-    monkeypatch.setattr(cli_parts, "available_memory", lambda: room)
+    monkeypatch.setattr(profile, "available_memory", lambda: room)
+    monkeypatch.setattr(parts, "available_memory", lambda: room)
     grouped, told = blocks("grouped")
     near(plain, grouped, 1e-12)
     assert "do not fit into memory: 2 at a time" in told

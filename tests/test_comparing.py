@@ -5,8 +5,8 @@ import torch
 
 import tiny
 from howlinear import profile
-from howlinear.comparing import compare_runs
-from howlinear.records import pearson, spearman
+from howlinear.profiling.comparing import compare_runs
+from howlinear.records.statistics import pearson, spearman
 
 
 def ids(seed, n=160, length=64):

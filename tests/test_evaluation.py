@@ -12,8 +12,8 @@ import howlinear
 import tiny
 from conftest import need
 from howlinear import blocks, evaluate, swapped
-from howlinear.affine import Affine
-from howlinear.installing import install_maps
+from howlinear.export.installing import install_maps
+from howlinear.linear.affine import Affine
 
 TASK = """
 task: little

@@ -13,11 +13,21 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 import tiny
-from howlinear.experts import SHARED, Mixture, as_expert, mixtures, replaced, run_pairs, tap_experts
-from howlinear.families import Block, Rows, as_module, blocks, swapped, tap
-from howlinear.moments import Moments
-from howlinear.stores import BlockStore, Folds
-from howlinear.sweeps import sweep
+from howlinear.linear.moments import Moments
+from howlinear.linear.rows import Rows
+from howlinear.linear.stores import BlockStore, Folds
+from howlinear.losses.sweeps import sweep
+from howlinear.models.experts import (
+    SHARED,
+    Mixture,
+    as_expert,
+    mixtures,
+    replaced,
+    run_pairs,
+    tap_experts,
+)
+from howlinear.models.families import Block, blocks
+from howlinear.models.hooks import as_module, swapped, tap
 
 NAMES = [name for name, row in tiny.TINY.items() if row.experts]
 HOWS = ["eager", "grouped_mm", "batched_mm"]

@@ -9,14 +9,14 @@ import torch
 
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
-from howlinear.experts import mixtures, replaced
-from howlinear.families import swapped
-from howlinear.passes import Course
-from howlinear.perplexity import compare
-from howlinear.profiling import profile_shard, split_of
-from howlinear.saving import Saves, read_map, read_store
-from howlinear.stores import CELL
-from howlinear.swap_experts import chosen, measure_expert_swaps
+from howlinear.linear.stores import CELL
+from howlinear.losses.perplexity import compare
+from howlinear.models.experts import mixtures, replaced
+from howlinear.models.hooks import swapped
+from howlinear.profiling.passes import Course
+from howlinear.profiling.profiler import profile_shard, split_of
+from howlinear.run.saving import Saves, read_map, read_store
+from howlinear.swapping.expert_swaps import chosen, measure_expert_swaps
 from test_merging import MODEL, close
 from test_profiling import lstsq, ss
 from test_saving import Killed, files, killed_after

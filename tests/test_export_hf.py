@@ -13,7 +13,7 @@ import howlinear
 import tiny
 from howlinear import Affine, blocks
 from howlinear.export import checking, hf
-from howlinear.installing import install_maps
+from howlinear.export.installing import install_maps
 from test_installing import DENSE, maps_of, output
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -7,9 +7,9 @@ from transformers.activations import ACT2FN
 
 import tiny
 from howlinear import Affine, blocks, swapped
-from howlinear.affine import Factored, UnitMap
 from howlinear.export.narrow import check_exportable, narrowed, save
-from howlinear.units import taken
+from howlinear.linear.affine import Factored, UnitMap
+from howlinear.models.units import taken
 
 # family -> the setting of its config that is the width; None: there is none
 UNGATED = {

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from howlinear import Affine, blocks, swapped
-from howlinear.affine import Factored, UnitMap
 from howlinear.export.nemotron_nas import check_exportable, ffn_mult, read_back, save, width_of
-from howlinear.units import taken
+from howlinear.linear.affine import Factored, UnitMap
+from howlinear.models.units import taken
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}

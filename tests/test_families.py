@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from howlinear.families import FAMILIES, Block, Rows, as_module, backbone, blocks, swapped, tap
+from howlinear.linear.rows import Rows
+from howlinear.models.families import FAMILIES, Block, backbone, blocks
+from howlinear.models.hooks import as_module, swapped, tap
 
 NAMES = list(tiny.TINY)
 PADDED = [(name, side) for name, row in tiny.TINY.items() for side in row.sides]

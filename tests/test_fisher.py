@@ -5,8 +5,8 @@ import torch
 
 import tiny
 from howlinear import blocks, swap_costs
-from howlinear.families import as_module
-from howlinear.fisher import fisher
+from howlinear.models.hooks import as_module
+from howlinear.profiling.fisher import fisher
 
 
 def tokens(*shape, seed=0):

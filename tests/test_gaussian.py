@@ -8,8 +8,8 @@ from torch import nn
 
 import tiny
 from howlinear import Moments, blocks, fit, score
-from howlinear.families import as_module
-from howlinear.gaussian import draw, expected_map, symmetric_root, transport, whitening
+from howlinear.controls.gaussian import draw, expected_map, symmetric_root, transport, whitening
+from howlinear.models.hooks import as_module
 
 D = torch.float64
 

@@ -4,10 +4,10 @@ import torch
 
 import tiny
 from howlinear import Affine, blocks, compare, swapped
-from howlinear.affine import UnitMap
-from howlinear.families import as_module
-from howlinear.healing import Healing, heal
-from howlinear.units import taken
+from howlinear.linear.affine import UnitMap
+from howlinear.models.hooks import as_module
+from howlinear.models.units import taken
+from howlinear.probing.healing import Healing, heal
 from test_swap import drawn
 
 

@@ -5,10 +5,10 @@ import torch
 
 import tiny
 from howlinear import Affine, blocks, swapped
-from howlinear.affine import Factored, UnitMap
-from howlinear.families import backbone
-from howlinear.installing import install_maps
-from howlinear.units import taken
+from howlinear.export.installing import install_maps
+from howlinear.linear.affine import Factored, UnitMap
+from howlinear.models.families import backbone
+from howlinear.models.units import taken
 
 DENSE = [name for name, row in tiny.TINY.items() if not row.experts]
 
@@ -59,7 +59,7 @@ def test_installed_maps_compute_what_swapped_ones_do(name):
 
 
 def tiny_block(name, block):
-    from howlinear.families import as_module
+    from howlinear.models.hooks import as_module
 
     return list(as_module(tiny.model(name), block).parameters())
 

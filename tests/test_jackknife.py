@@ -6,8 +6,8 @@ import random
 import pytest
 from scipy import stats
 
-from howlinear.jackknife import jackknife, r2s, student
-from howlinear.records import pearson
+from howlinear.records.jackknife import jackknife, r2s, student
+from howlinear.records.statistics import pearson
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from howlinear import Moments
-from howlinear.affine import Factored, UnitMap
-from howlinear.joint import elimination, joint_map, rest_by_rank
+from howlinear.linear.affine import Factored, UnitMap
+from howlinear.linear.joint import elimination, joint_map, rest_by_rank
 
 D, M, OUT, N = 5, 6, 4, 400
 
@@ -126,7 +126,7 @@ def test_rungs_are_what_the_fits_leave(data, matrix):
 
 def test_the_unit_that_goes_first_is_the_one_least_missed(data, monkeypatch):
     """One at a time, elimination takes the very unit that trying all would take."""
-    monkeypatch.setattr("howlinear.joint.GROUP", 1)
+    monkeypatch.setattr("howlinear.linear.joint.GROUP", 1)
     x, h, y, weight, rows = data
     order = elimination(rows, D).order
     for k in range(M - 1, 0, -1):

@@ -8,10 +8,10 @@ from sklearn.metrics import r2_score
 
 import tiny
 from howlinear import Moments, blocks, fit
-from howlinear.families import as_module
-from howlinear.ladder import climb, forward_selection, rungs
-from howlinear.samples import gather
-from howlinear.units import hidden_units
+from howlinear.models.hooks import as_module
+from howlinear.models.units import hidden_units
+from howlinear.probing.ladder import climb, forward_selection, rungs
+from howlinear.probing.samples import gather
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

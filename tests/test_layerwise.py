@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import tiny
-from howlinear import blocks, models, profile
-from howlinear.layerwise import stack_of
-from howlinear.offload import device_of, is_offloaded, resident
-from howlinear.passes import Course
-from howlinear.saving import Saves
-from howlinear.stores import CELL
+from howlinear import blocks, profile
+from howlinear.linear.stores import CELL
+from howlinear.models import loading
+from howlinear.models.offload import device_of, is_offloaded, resident
+from howlinear.profiling.layerwise import stack_of
+from howlinear.profiling.passes import Course
+from howlinear.run.saving import Saves
 from test_merging import close
 from test_saving import Killed, files, killed_after
 
@@ -89,7 +90,7 @@ def on_disk(tmp_path_factory):
 
 
 def test_weights_stay_on_disk_but_for_one_layer(on_disk, monkeypatch):
-    model, _ = models.load(str(on_disk), device_map="disk")
+    model, _ = loading.load(str(on_disk), device_map="disk")
     assert is_offloaded(model)
     assert device_of(model) == torch.device("cpu")
     most = 0
@@ -104,7 +105,7 @@ def test_weights_stay_on_disk_but_for_one_layer(on_disk, monkeypatch):
     result = profile(model, WINDOWS, course=Course(layerwise=True))
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     assert layer <= most < 1.6 * layer  # and the embedding while the first one runs
-    plain = profile(models.load(str(on_disk))[0], WINDOWS)
+    plain = profile(loading.load(str(on_disk))[0], WINDOWS)
     close(without_signals(plain), without_signals(result))
     monkeypatch.undo()
     # without --layerwise, weights come and go as modules run
@@ -117,7 +118,7 @@ def test_weights_stay_on_disk_but_for_one_layer(on_disk, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_walk_that_was_killed_goes_on_to_the_bit(on_disk, tmp_path, dtype):
-    model, _ = models.load(str(on_disk), device_map="disk", dtype=dtype)
+    model, _ = loading.load(str(on_disk), device_map="disk", dtype=dtype)
 
     def course(folder, every):
         return Course(layerwise=True, saves=Saves(folder, {}, every))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from howlinear import load, profile, windows
-from howlinear.controls import cross_feed, matched, random_init
-from howlinear.records import read_monitor
+from howlinear.controls.experiments import cross_feed, matched, random_init
+from howlinear.records.files import read_monitor
 
 FOLDER = Path(__file__).parent / "models"
 FAMILIES = ("gpt2", "gpt-neox", "llama")

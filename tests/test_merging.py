@@ -9,10 +9,10 @@ import torch
 
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
-from howlinear.passes import Course
-from howlinear.profiling import profile_shard, split_of
-from howlinear.saving import Saves, read_store
-from howlinear.stores import CELL
+from howlinear.linear.stores import CELL
+from howlinear.profiling.passes import Course
+from howlinear.profiling.profiler import profile_shard, split_of
+from howlinear.run.saving import Saves, read_store
 
 LENGTH = 64
 

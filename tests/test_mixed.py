@@ -14,8 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from howlinear import TSQR, Moments, fit, moments, score
-from howlinear.moments import MIXED_TILE, _full_float32, _power_of_two
+from howlinear import TSQR, Moments, fit, score
+from howlinear.linear import moments
+from howlinear.linear.moments import MIXED_TILE, _full_float32, _power_of_two
 
 U = 2.0**-24
 BOUND = 16

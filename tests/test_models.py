@@ -31,8 +31,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from howlinear import ggufs, models
-from howlinear.models import describe, load
+from howlinear.models import ggufs, loading
+from howlinear.models.loading import describe, load
 
 SMALL = {
     "hidden_size": 32,
@@ -402,7 +402,7 @@ def test_missing_packages_are_named(gguf_file, monkeypatch):
 
 def test_missing_builtin_gives_the_one_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert models.INSTALL_BUILTIN in complaint()
+    assert loading.INSTALL_BUILTIN in complaint()
 
 
 # --- mistakes, one line each --------------------------------------------------------------------

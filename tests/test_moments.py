@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from howlinear.moments import PANEL, TILE, TSQR, Moments
+from howlinear.linear.moments import PANEL, TILE, TSQR, Moments
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 

@@ -9,8 +9,9 @@ from torch import nn
 
 import tiny
 from howlinear import profile
-from howlinear.monitor import LinearityCallback, LinearityMonitor
-from howlinear.records import MONITORED, read_monitor
+from howlinear.profiling.monitor import LinearityCallback, LinearityMonitor
+from howlinear.records.fields import MONITORED
+from howlinear.records.files import read_monitor
 
 
 def ids(n=96, length=64, seed=0):
@@ -70,10 +71,11 @@ def test_what_is_logged_has_the_names_people_filter_by():
 
 def test_measurements_that_would_take_too_long_are_left_out(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("howlinear.monitor.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("howlinear.profiling.monitor.time.perf_counter", lambda: clock[0])
     monitor = LinearityMonitor(tiny.model("gpt2"), ids(), every=1, max_overhead=0.1)
     monkeypatch.setattr(
-        "howlinear.monitor.profile", lambda *a, **k: clock.__setitem__(0, clock[0] + 1) or real
+        "howlinear.profiling.monitor.profile",
+        lambda *a, **k: clock.__setitem__(0, clock[0] + 1) or real,
     )
     real = profile(tiny.model("gpt2"), ids())
     measured = []

@@ -5,6 +5,7 @@ import math
 from contextlib import contextmanager
 from unittest import mock
 
+import howlinear.perplexity as perplexity
 import numpy as np
 import pytest
 import statsmodels.api as sm
@@ -13,22 +14,12 @@ from scipy.special import log_softmax
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import howlinear.perplexity as perplexity
 import tiny
-from howlinear.families import as_module, blocks, swapped
-from howlinear.perplexity import (
-    PROTOCOLS,
-    Comparison,
-    Loss,
-    Protocol,
-    Readout,
-    TokenScores,
-    batches,
-    compare,
-    head_logits,
-    reference,
-    text_loss,
-)
+from howlinear.losses.perplexity import Comparison, Loss, TokenScores, compare, reference, text_loss
+from howlinear.losses.protocols import PROTOCOLS, Protocol, batches
+from howlinear.losses.readout import Readout, head_logits
+from howlinear.models.families import blocks
+from howlinear.models.hooks import as_module, swapped
 
 # Families that do something to their logits, and much of it.
 SCALED = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howlinear import plan
-from howlinear.plan import Option, after, descent, expected, hull, saving, within
+from howlinear.compression import plan
+from howlinear.compression.plan import Option, after, descent, expected, hull, saving, within
 
 
 def option(index, saved, cost):

@@ -6,9 +6,9 @@ import torch
 from sklearn.linear_model import Ridge
 
 import planted
-from howlinear.bilinear import left_over
-from howlinear.polynomials import Polynomial, _fit, degrees
-from howlinear.samples import outcome
+from howlinear.probing.bilinear import left_over
+from howlinear.probing.polynomials import Polynomial, _fit, degrees
+from howlinear.probing.samples import outcome
 
 BLOCKS = {
     "second order": lambda x: x + x * x.roll(1, 1),

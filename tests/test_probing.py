@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import tiny
-from howlinear import blocks, probing, profile, training
-from howlinear.families import as_module
-from howlinear.probing import KINDS, Probes, Settings, count, needs, probe, summarise
-from howlinear.records import BlockProbe, read_json
-from howlinear.swap import measure_swaps
+from howlinear import blocks, profile
+from howlinear.models.hooks import as_module
+from howlinear.probing import probes, training
+from howlinear.probing.probes import KINDS, Probes, Settings, count, needs, probe, summarise
+from howlinear.records.fields import BlockProbe
+from howlinear.records.files import read_json
+from howlinear.swapping.swaps import measure_swaps
 from test_swap import drawn
 
 
@@ -239,7 +241,7 @@ def test_a_constant_block_is_left_out(tmp_path):
 
 
 def test_healing_reads_what_swap_chose_and_runs_in_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(probing, "RANKS", (1, 2))
+    monkeypatch.setattr(probes, "RANKS", (1, 2))
     model = tiny.model("llama").to(torch.bfloat16)
     ids = [torch.randint(3, 49, (n, 8)) for n in (300, 50, 60)]
     profile(model, ids[0], batch_size=64).save(tmp_path)

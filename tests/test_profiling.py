@@ -9,9 +9,10 @@ import torch
 
 import tiny
 from howlinear import Profile, profile
-from howlinear.families import blocks, swapped
-from howlinear.saving import read_moments
-from howlinear.stores import CELL, SAMPLE, Folds, RowSample, RowSplit
+from howlinear.linear.stores import CELL, SAMPLE, Folds, RowSample, RowSplit
+from howlinear.models.families import blocks
+from howlinear.models.hooks import swapped
+from howlinear.run.saving import read_moments
 
 LENGTH = 128
 

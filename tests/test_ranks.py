@@ -12,8 +12,8 @@ import pytest
 
 import ranked
 from command import COMMAND
-from howlinear.passes import Course
-from howlinear.ranks import ALONE, Ranks
+from howlinear.profiling.passes import Course
+from howlinear.run.ranks import ALONE, Ranks
 from test_merging import close
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

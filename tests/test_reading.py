@@ -5,8 +5,8 @@ import torch
 
 import tiny
 from howlinear import Affine
-from howlinear.reading import _final_norm, directions, where
-from howlinear.samples import Sample
+from howlinear.probing.reading import _final_norm, directions, where
+from howlinear.probing.samples import Sample
 
 
 def rows(n=400, d=16):

@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM
 
 import howlinear
 from howlinear import blocks, compare, load, profile, swapped, windows
-from howlinear.families import as_module
-from howlinear.models import describe
-from howlinear.swap import measure_swaps
+from howlinear.models.hooks import as_module
+from howlinear.models.loading import describe
+from howlinear.swapping.swaps import measure_swaps
 from test_docs import README, examples, run_example
 from test_swap import assert_errors_agree_with_a_bootstrap
 

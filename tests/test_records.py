@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from howlinear.records import SCHEMA, atomic, read_json, spearman, write_json
+from howlinear.records.files import SCHEMA, atomic, read_json, write_json
+from howlinear.records.statistics import spearman
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=30))
@@ -73,8 +74,8 @@ def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
 
 
 def test_index_ranges_read_as_blocks_takes_them():
-    from howlinear.families import depth_indices
-    from howlinear.terminal import ranges
+    from howlinear.cli.terminal import ranges
+    from howlinear.models.families import depth_indices
 
     assert ranges([3, 5, 9, 10, 11, 12]) == "3,5,9-12"
     assert depth_indices(ranges([0, 1, 7]), 8) == [0, 1, 7]

@@ -5,10 +5,10 @@ import torch
 
 import tiny
 from howlinear import Moments, blocks, fit, swapped
-from howlinear.families import as_module
-from howlinear.refitting import TARGETS, Workshop
-from howlinear.samples import gather
-from howlinear.streams import inlets
+from howlinear.compression.refitting import TARGETS, Workshop
+from howlinear.models.hooks import as_module
+from howlinear.models.streams import inlets
+from howlinear.probing.samples import gather
 
 WINDOWS = torch.randint(3, 49, (60, 16), generator=torch.Generator().manual_seed(0))
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from howlinear import cli_reproduce
-from howlinear.records import BlockProfile, pearson, spearman
-from howlinear.reproducing import QUANTITIES, paper, reproduce_run
+from howlinear.cli import reproduce
+from howlinear.records.fields import BlockProfile
+from howlinear.records.paper import QUANTITIES, paper, reproduce_run
+from howlinear.records.statistics import pearson, spearman
 
 MODELS = paper()["models"]
 TRAINED = Path(__file__).parent / "models"
@@ -317,7 +318,7 @@ def test_without_any_model_the_built_in_one_is_shown(offline, here, monkeypatch)
         out.mkdir(parents=True)
         planted(out, model={"id": "built-in", "family": "llama"})
 
-    monkeypatch.setattr(cli_reproduce, "profile", profile)
+    monkeypatch.setattr(reproduce, "profile", profile)
     done = here("reproduce", "-o", "all")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("not measured: gpt2, pythia-160m, llama-160m (not in the cache")
@@ -335,8 +336,8 @@ def test_one_model_that_fails_does_not_stop_the_others(offline, here, monkeypatc
         out.mkdir(parents=True)
         planted(out, name)
 
-    monkeypatch.setattr(cli_reproduce, "profile", profile)
-    monkeypatch.setattr(cli_reproduce, "_unreachable", lambda name: None)
+    monkeypatch.setattr(reproduce, "profile", profile)
+    monkeypatch.setattr(reproduce, "_unreachable", lambda name: None)
     data = json.loads(here("reproduce", "--json").stdout)
     assert [r["paper_model"] for r in data["results"]] == ["gpt2", "pythia-160m"]
     assert data["unreached"] == {"llama-160m": "its weights are pickled: pass --allow-pickle"}

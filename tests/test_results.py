@@ -10,17 +10,18 @@ import shown
 import tiny
 from howlinear import Affine, LinearityMonitor, Moments, compare_runs, merge_runs, profile, score
 from howlinear import fit as fit_map
-from howlinear.affine import Factored, UnitMap
-from howlinear.comparing import RunComparison
-from howlinear.compress import Compression
-from howlinear.controls import Control, Training
-from howlinear.perplexity import Comparison, Protocol
-from howlinear.probing import Probes
-from howlinear.profiling import Profile, Shard
-from howlinear.speed import Speed, SpeedComparison
-from howlinear.swap import Swaps
-from howlinear.swap_experts import ExpertSwaps
-from howlinear.sweeps import swap_costs
+from howlinear.compression.compress import Compression
+from howlinear.controls.experiments import Control, Training
+from howlinear.linear.affine import Factored, UnitMap
+from howlinear.losses.perplexity import Comparison
+from howlinear.losses.protocols import Protocol
+from howlinear.losses.speed import Speed, SpeedComparison
+from howlinear.losses.sweeps import swap_costs
+from howlinear.probing.probes import Probes
+from howlinear.profiling.comparing import RunComparison
+from howlinear.profiling.profiler import Profile, Shard
+from howlinear.swapping.expert_swaps import ExpertSwaps
+from howlinear.swapping.swaps import Swaps
 
 ABOUT = {"model": {"id": "gpt2\x1b[31m"}, "corpus": {"name": "a text"}}
 IDS = torch.randint(3, tiny.VOCABULARY - 1, (160, 32), generator=torch.Generator().manual_seed(0))

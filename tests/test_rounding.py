@@ -5,9 +5,9 @@ import torch
 
 import tiny
 from howlinear import blocks
-from howlinear.families import as_module
-from howlinear.rounding import nearest, rounded, rounding_errors
-from howlinear.samples import gather
+from howlinear.models.hooks import as_module
+from howlinear.probing.rounding import nearest, rounded, rounding_errors
+from howlinear.probing.samples import gather
 
 
 def test_rounding_by_hand():

@@ -8,8 +8,17 @@ from sklearn.metrics import r2_score
 import planted
 import tiny
 from howlinear import blocks, tap
-from howlinear.families import as_module
-from howlinear.samples import Cast, Sample, bytes_of, conjunction, errors, gather, outcome, ratio
+from howlinear.models.hooks import as_module
+from howlinear.probing.samples import (
+    Cast,
+    Sample,
+    bytes_of,
+    conjunction,
+    errors,
+    gather,
+    outcome,
+    ratio,
+)
 
 
 def test_every_row_is_gathered_with_where_it_comes_from():

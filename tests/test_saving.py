@@ -16,9 +16,9 @@ import torch
 import tiny
 from command import COMMAND, inside
 from howlinear import Profile, blocks, profile
-from howlinear.passes import Course
-from howlinear.saving import Saves, read_map, read_store, read_tensors, write_tensors
-from howlinear.stores import CELL, OutNorm
+from howlinear.linear.stores import CELL, OutNorm
+from howlinear.profiling.passes import Course
+from howlinear.run.saving import Saves, read_map, read_store, read_tensors, write_tensors
 
 LENGTH = 64
 

@@ -9,11 +9,13 @@ import torch
 from rich.console import Console
 
 import tiny
-from howlinear import Affine, blocks, records, speed
-from howlinear.families import as_module
-from howlinear.installing import install_maps
-from howlinear.speed import Settings, Speed, SpeedComparison, Spread, compare_speeds, measure
-from howlinear.terminal import show_bench
+from howlinear import Affine, blocks
+from howlinear.cli.terminal import show_bench
+from howlinear.export.installing import install_maps
+from howlinear.losses import speed
+from howlinear.losses.speed import Settings, Speed, SpeedComparison, Spread, compare_speeds, measure
+from howlinear.models.hooks import as_module
+from howlinear.records import files
 
 CAUSAL = [n for n, row in tiny.TINY.items() if row.auto == "AutoModelForCausalLM"] + ["gemma3"]
 ENCODERS = [n for n, row in tiny.TINY.items() if row.auto == "AutoModelForMaskedLM"]
@@ -229,9 +231,9 @@ def test_no_gain_saves_nothing_whatever_share_it_reached():
 def test_records_are_json_of_a_known_kind(tmp_path):
     found = compare_speeds(smaller(tiny.model("llama")), tiny.model("llama"), **LITTLE)
     found.about.update(command="howlinear bench")
-    records.write_json(tmp_path / "bench.json", found.to_dict())
-    data = records.read_json(tmp_path / "bench.json", "bench")
-    assert data == json.loads(records.dumps(found.to_dict()))
+    files.write_json(tmp_path / "bench.json", found.to_dict())
+    data = files.read_json(tmp_path / "bench.json", "bench")
+    assert data == json.loads(files.dumps(found.to_dict()))
     assert data["command"] == "howlinear bench"
     assert data["settings"] | LITTLE == data["settings"]
     fast, slow = data["speeds"]
@@ -255,7 +257,7 @@ def test_the_table_fits_and_names_both_models():
     model, other = smaller(tiny.model("llama")), tiny.model("llama")
     found = compare_speeds(model, other, **LITTLE)
     found.about.update(model={"id": "runs/small" * 20}, against={"id": "org/[red]large\x1b[31m"})
-    text = shown(records.clean(found.to_dict()))
+    text = shown(files.clean(found.to_dict()))
     assert all(len(line) <= 80 for line in text.splitlines())
     assert r"org/[red]large\x1b[31m" in text
     assert "3 times; float32, cpu, 1 thread" in " ".join(text.split())

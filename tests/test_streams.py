@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from howlinear import blocks
-from howlinear.streams import inlets
+from howlinear.models.streams import inlets
 
 PARALLEL = {"gptj", "gpt_neox", "phi", "cohere", "stablelm-parallel", "falcon", "falcon-new"}
 POST_NORM = {"opt-350m", "bert", "roberta", "xlm-roberta", "electra", "distilbert", "mpnet"}

@@ -9,9 +9,10 @@ from scipy.stats import spearmanr
 
 import tiny
 from howlinear import Affine, blocks, compare, profile, swapped
-from howlinear.families import as_module
-from howlinear.records import BlockSwap, read_json
-from howlinear.swap import measure_swaps, multiply_adds, smallest_good, weighted_moments
+from howlinear.models.hooks import as_module
+from howlinear.records.fields import BlockSwap
+from howlinear.records.files import read_json
+from howlinear.swapping.swaps import measure_swaps, multiply_adds, smallest_good, weighted_moments
 from test_units import planted, rows_of
 
 

@@ -9,10 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from howlinear import Affine, blocks, compare, swap_costs, swapped
-from howlinear.families import as_module, backbone
-from howlinear.perplexity import Readout
-from howlinear.resuming import Recording
-from howlinear.sweeps import map_errors, sweep
+from howlinear.losses.readout import Readout
+from howlinear.losses.sweeps import map_errors, sweep
+from howlinear.models.families import backbone
+from howlinear.models.hooks import as_module
+from howlinear.models.resuming import Recording
 
 CAUSAL = [n for n, row in tiny.TINY.items() if row.auto == "AutoModelForCausalLM"] + ["gemma3"]
 

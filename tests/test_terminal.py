@@ -8,8 +8,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import shown
-from howlinear import tables, terminal, words
-from howlinear.escaping import escaped, spelled
+from howlinear.cli import tables, terminal
+from howlinear.records import words
+from howlinear.records.escaping import escaped, spelled
 
 # a number as figures.py writes it, standing alone
 NUMBERS = {

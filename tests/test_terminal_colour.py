@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 import shown
-from howlinear import cli, terminal
-from howlinear.cli_parts import progress_bars
-from howlinear.records import SCHEMA, write_json
+from howlinear.cli import app, terminal
+from howlinear.cli.parts import progress_bars
+from howlinear.records.files import SCHEMA, write_json
 
 pty = pytest.importorskip("pty")  # there is none on Windows
 
@@ -104,7 +104,7 @@ def runs(tmp_path):
 def called(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["howlinear", *args])
     with pytest.raises(SystemExit) as stopped:
-        cli.main()
+        app.main()
     assert stopped.value.code == 0
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import planted
-from howlinear.samples import outcome, size_of
-from howlinear.training import baselines, dense, poly, seeded, train
+from howlinear.probing.samples import outcome, size_of
+from howlinear.probing.training import baselines, dense, poly, seeded, train
 
 
 def ill_conditioned(decades, d=32):

@@ -6,9 +6,9 @@ import torch
 
 import tiny
 from howlinear import Moments, blocks, fit, profile, swapped, tap
-from howlinear.affine import UnitMap
-from howlinear.families import as_module
-from howlinear.units import sinks, taken, writes
+from howlinear.linear.affine import UnitMap
+from howlinear.models.hooks import as_module
+from howlinear.models.units import sinks, taken, writes
 
 DENSE = [name for name, row in tiny.TINY.items() if not row.experts]
 

@@ -14,7 +14,8 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
-from howlinear.records import pearson, read_monitor
+from howlinear.records.files import read_monitor
+from howlinear.records.statistics import pearson
 
 FAMILIES = ("gpt2", "gpt-neox", "llama")
 SEEDS = (0, 1, 2)

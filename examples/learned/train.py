@@ -37,8 +37,8 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from howlinear import windows
-from howlinear.corpus import builtin
-from howlinear.monitor import LinearityMonitor
+from howlinear.models.corpus import builtin
+from howlinear.profiling.monitor import LinearityMonitor
 
 VOCABULARY, LENGTH, DEPTH, HEADS, BATCH = 2048, 128, 8, 4, 8
 WATCHED = 10_240  # tokens that the monitor reads: one cell for each of five folds

@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Moments": "moments",
-    "TSQR": "moments",
-    "Affine": "affine",
-    "fit": "affine",
-    "score": "affine",
-    "blocks": "families",
-    "tap": "families",
-    "swapped": "families",
-    "load": "models",
-    "windows": "corpus",
-    "profile": "profiling",
-    "Profile": "profiling",
-    "text_loss": "perplexity",
-    "compare": "perplexity",
-    "evaluate": "evaluation",
-    "swap_costs": "sweeps",
-    "probe": "probing",
-    "compress_model": "compress",
-    "install_maps": "installing",
-    "compare_runs": "comparing",
-    "merge_runs": "merging",
-    "LinearityMonitor": "monitor",
-    "LinearityCallback": "monitor",
+    "Moments": "linear.moments",
+    "TSQR": "linear.moments",
+    "Affine": "linear.affine",
+    "fit": "linear.affine",
+    "score": "linear.affine",
+    "blocks": "models.families",
+    "tap": "models.hooks",
+    "swapped": "models.hooks",
+    "load": "models.loading",
+    "windows": "models.corpus",
+    "profile": "profiling.profiler",
+    "Profile": "profiling.profiler",
+    "text_loss": "losses.perplexity",
+    "compare": "losses.perplexity",
+    "evaluate": "losses.evaluation",
+    "swap_costs": "losses.sweeps",
+    "probe": "probing.probes",
+    "compress_model": "compression.compress",
+    "install_maps": "export.installing",
+    "compare_runs": "profiling.comparing",
+    "merge_runs": "profiling.merging",
+    "LinearityMonitor": "profiling.monitor",
+    "LinearityCallback": "profiling.monitor",
 }
 
 __all__ = [
@@ -68,21 +68,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from howlinear.affine import Affine, fit, score
-    from howlinear.comparing import compare_runs
-    from howlinear.compress import compress_model
-    from howlinear.corpus import windows
-    from howlinear.evaluation import evaluate
-    from howlinear.families import blocks, swapped, tap
-    from howlinear.installing import install_maps
-    from howlinear.merging import merge_runs
-    from howlinear.models import load
-    from howlinear.moments import TSQR, Moments
-    from howlinear.monitor import LinearityCallback, LinearityMonitor
-    from howlinear.perplexity import compare, text_loss
-    from howlinear.probing import probe
-    from howlinear.profiling import Profile, profile
-    from howlinear.sweeps import swap_costs
+    from howlinear.compression.compress import compress_model
+    from howlinear.export.installing import install_maps
+    from howlinear.linear.affine import Affine, fit, score
+    from howlinear.linear.moments import TSQR, Moments
+    from howlinear.losses.evaluation import evaluate
+    from howlinear.losses.perplexity import compare, text_loss
+    from howlinear.losses.sweeps import swap_costs
+    from howlinear.models.corpus import windows
+    from howlinear.models.families import blocks
+    from howlinear.models.hooks import swapped, tap
+    from howlinear.models.loading import load
+    from howlinear.probing.probes import probe
+    from howlinear.profiling.comparing import compare_runs
+    from howlinear.profiling.merging import merge_runs
+    from howlinear.profiling.monitor import LinearityCallback, LinearityMonitor
+    from howlinear.profiling.profiler import Profile, profile
 
 
 def __getattr__(name: str) -> Any:

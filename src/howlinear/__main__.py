@@ -1,6 +1,6 @@
 """`python -m howlinear` is the command too."""
 
-from howlinear.cli import main
+from howlinear.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.export.hf import auto_class
-from howlinear.ggufs import one_line
+from howlinear.models.ggufs import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from howlinear import ggufs, models
-from howlinear.ggufs import one_line
+from howlinear.models import ggufs, loading
+from howlinear.models.ggufs import one_line
 
 # Beside the weights of the source: terms that bind whoever passes them on, and how inputs are made.
 TERMS = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECASE)
@@ -99,8 +99,8 @@ class Origin:
 
 
 def origin(source: str | Path | None) -> Origin:
-    """What is known of a source as `models.load` takes it: hub id, folder, .gguf file or None."""
-    path = models.builtin_path() if source is None else Path(source).expanduser()
+    """What is known of a source as `loading.load` takes it: hub id, folder, .gguf file or None."""
+    path = loading.builtin_path() if source is None else Path(source).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return _of_gguf(path, builtin=source is None)
     if path.is_dir():
@@ -112,7 +112,7 @@ def _of_gguf(path: Path, builtin: bool) -> Origin:
     header = ggufs.read_header(path)
     name = path.stem
     if builtin:
-        name = f"{header['general.organization']}/{models.BUILTIN_NAME}"
+        name = f"{header['general.organization']}/{loading.BUILTIN_NAME}"
     for key in ("general.source.url", "general.repo_url", "general.url"):
         if match := re.fullmatch(
             r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?", str(header.get(key))

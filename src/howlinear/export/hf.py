@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from howlinear.export import linear_blocks
 from howlinear.export.folders import settings, write_generation, write_json
-from howlinear.families import backbone
+from howlinear.models.families import backbone
 
 MODULE = "modeling_howlinear"
 PREFIX = "howlinear_"

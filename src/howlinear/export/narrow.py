@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.affine import Affine, Factored, UnitMap
 from howlinear.export.folders import write_generation
-from howlinear.families import Block, Chain, blocks, projection_shape
-from howlinear.units import rebuilt, taken, weight_of
+from howlinear.linear.affine import Affine, Factored, UnitMap
+from howlinear.models.families import Block, blocks, projection_shape
+from howlinear.models.hooks import Chain
+from howlinear.models.units import rebuilt, taken, weight_of
 
 Map = Affine | Factored | UnitMap
 

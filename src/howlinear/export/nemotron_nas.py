@@ -25,9 +25,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from howlinear.affine import Affine, Factored, UnitMap
 from howlinear.export.folders import write_generation
-from howlinear.families import Block, blocks
+from howlinear.linear.affine import Affine, Factored, UnitMap
+from howlinear.models.families import Block, blocks
 
 Map = Affine | Factored | UnitMap
 

@@ -1,10 +1,7 @@
-"""Results -> SVG -> one HTML page. Pure: no torch, nothing is computed but what is drawn.
+"""Results as drawings, tables and one self-contained page.
 
-from howlinear.report import draw, page, read_run
-
-runs = [read_run("runs/demo")]
-figures = draw(runs)
-html = page(runs, figures)
+Reads records and the JSON files of run folders.
+No torch, no models.
 """
 
 from howlinear.report.figures import draw

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from howlinear.escaping import escaped
-from howlinear.records import atomic
+from howlinear.records.escaping import escaped
+from howlinear.records.files import atomic
+from howlinear.records.words import finite
 from howlinear.report.canvas import Canvas
 from howlinear.report.figure import Figure
 from howlinear.report.svg import standalone
-from howlinear.words import finite
 
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet takes for a formula
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from howlinear.records.words import number, percent, ranges
 from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run, inside
 from howlinear.report.verdicts import COSTLY, MEASURED, SAFE, SAFE_WORDS, verdict
-from howlinear.words import number, percent, ranges
 
 
 def spaced(indices: list[int]) -> str:

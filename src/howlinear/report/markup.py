@@ -9,8 +9,8 @@ import html
 import json
 from typing import Any
 
-from howlinear.escaping import escaped
-from howlinear.records import clean
+from howlinear.records.escaping import escaped
+from howlinear.records.files import clean
 
 VOID = {"br", "input", "link", "meta"}
 

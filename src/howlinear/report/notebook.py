@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from howlinear.records import BlockProfile
+from howlinear.records.fields import BlockProfile
+from howlinear.records.words import compact
 from howlinear.report.figures import alike, depth, training
 from howlinear.report.markup import Markup, joined, tag
 from howlinear.report.runs import Run, listed
 from howlinear.report.svg import standalone
-from howlinear.words import compact
 
 SHOWN = {  # columns by kind of result; of others, the first fields that are plain values
     "profile": "index path r2 r2_se r2_body r2_scalar effective_rank swap_signal kind",

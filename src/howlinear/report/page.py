@@ -12,7 +12,8 @@ import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 
-from howlinear.report.blocks import block_table, filters, numbers
+from howlinear.records.words import compact
+from howlinear.report.block_table import block_table, filters, numbers
 from howlinear.report.canvas import Canvas, Mark
 from howlinear.report.figure import Choice, Figure, looks
 from howlinear.report.glance import answers, tiles
@@ -22,7 +23,6 @@ from howlinear.report.runs import Run
 from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
 from howlinear.report.svg import sample, svg
 from howlinear.report.where import where
-from howlinear.words import compact
 
 
 def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:

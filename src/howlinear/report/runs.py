@@ -15,15 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from howlinear.records import (
-    BlockProbe,
-    BlockProfile,
-    BlockSwap,
-    blocks_of,
-    read_json,
-    read_monitor,
-)
-from howlinear.words import finite, ranges, short_names
+from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
+from howlinear.records.files import blocks_of, read_json, read_monitor
+from howlinear.records.words import finite, ranges, short_names
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ It is safe only if two standard errors more would still be; if not, it is "safe 
 
 from __future__ import annotations
 
-from howlinear.records import BlockProfile, BlockSwap
-from howlinear.words import compact, finite, number, percent, percent_se
+from howlinear.records.fields import BlockProfile, BlockSwap
+from howlinear.records.words import compact, finite, number, percent, percent_se
 
 SAFE, COSTLY = 0.03, 0.1  # nats a token
 ESTIMATED = ("likely safe", "likely some cost", "likely costly")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from howlinear.records import BlockProbe
+from howlinear.records.fields import BlockProbe
+from howlinear.records.words import number
 from howlinear.report.markup import Markup, joined, tag
 from howlinear.report.runs import Run, inside, listed
-from howlinear.words import number
 
 READING = (
     "How much of what the map leaves lies at the first position of a window, beside how many of the rows "

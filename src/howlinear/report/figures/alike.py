@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from howlinear.jackknife import alike, same_windows, sums_of
+from howlinear.records.jackknife import alike, same_windows, sums_of
+from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor
 from howlinear.report.figure import Figure, looks, short
 from howlinear.report.runs import Run
-from howlinear.words import number
 
 READING = (
     "Every point is a block, at its R2 in one run and in the other. On the diagonal the text (or the "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from howlinear.records import BlockProfile, BlockSwap
+from howlinear.records.fields import BlockProfile, BlockSwap
+from howlinear.records.words import finite, number, percent, percent_se
 from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor, reach
 from howlinear.report.figure import Choice, Figure, key, looks
 from howlinear.report.runs import Run
-from howlinear.words import finite, number, percent, percent_se
 
 UNTRAINED = " Grey: where the same architecture lies untrained."
 WIDTH, LEFT, RIGHT = 780, 58, 768

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from howlinear.records import BlockProfile
+from howlinear.records.fields import BlockProfile
+from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Mark, Panel, Scale, r2_floor
 from howlinear.report.figure import Figure, looks
 from howlinear.report.runs import Run, inside
-from howlinear.words import number
 
 READING = (
     "On the diagonal most features are as linear as the whole; far above it a few large features "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from howlinear.records import BlockProbe, pearson
+from howlinear.records.fields import BlockProbe
+from howlinear.records.statistics import pearson
+from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor, reach
 from howlinear.report.figure import Figure, looks
 from howlinear.report.runs import Run, inside, listed
-from howlinear.words import number
 
 READING = (
     "Left: how much R2 a layer of products gains on the map, against what the map leaves (1 - R2). "

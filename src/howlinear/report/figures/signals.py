@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from howlinear.records import BlockProfile, spearman
+from howlinear.records.fields import BlockProfile
+from howlinear.records.statistics import spearman
+from howlinear.records.words import compact, finite, percent
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.figure import Figure, looks
 from howlinear.report.figures.depth import cost_ends, growth
 from howlinear.report.runs import Run
-from howlinear.words import compact, finite, percent
 
 SIGNALS: dict[str, Callable[[BlockProfile], float | None]] = {
     "1 - R2": lambda b: 1 - b.r2,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.figure import Figure, key, looks
 from howlinear.report.runs import Run, inside, listed
-from howlinear.words import number
 
 READING = (
     "Every way to remove parameters that howlinear compress tried, at every size, on text that "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from howlinear.records.words import compact, finite
 from howlinear.report.canvas import Canvas, Panel, Scale
 from howlinear.report.figure import Choice, Figure, looks
 from howlinear.report.runs import Run
-from howlinear.words import compact, finite
 
 READING = (
     "Left: how the variance of the block's inputs is spread over directions, largest first, as shares. "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from howlinear.records.words import number
 from howlinear.report.canvas import Canvas
 from howlinear.report.figure import Figure
 from howlinear.report.runs import Run, inside, listed
 from howlinear.report.styles import heat
-from howlinear.words import number
 
 READING = (
     "A column a measurement, in the order of steps; a row a block. Bright is linear, dark is not "

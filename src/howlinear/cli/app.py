@@ -1,0 +1,111 @@
+"""The command. Thin: read flags, call the library, show what came back.
+
+Tables go to stdout and progress to stderr; `--json` prints one document and nothing else. What a
+user can get wrong is answered in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import howlinear
+from howlinear.cli.bench import bench
+from howlinear.cli.compare import compare
+from howlinear.cli.compress import compress
+from howlinear.cli.control import control
+from howlinear.cli.merge import merge
+from howlinear.cli.parts import (
+    follows,
+)
+from howlinear.cli.probe import probe
+from howlinear.cli.profile import profile
+from howlinear.cli.report import report
+from howlinear.cli.reproduce import reproduce
+from howlinear.cli.swap import swap
+from howlinear.models import bfloat16
+from howlinear.records.escaping import escaped
+
+READERS = ("compare", "merge", "report")  # commands that run no model
+INTERRUPTED = 130  # exit code, as of a shell
+
+# typer brings a click of its own in some versions and asks for the real one in others
+UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="howlinear",
+    help="How linear is each feed-forward block of a transformer, and how sure are we?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
+)
+for command in (profile, merge, report, reproduce, compare, swap, probe, compress, bench):
+    app.command()(command)
+app.add_typer(control, name="control")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"howlinear {howlinear.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """How linear is each feed-forward block of a transformer, and how sure are we?"""
+    if context.invoked_subcommand not in READERS and "--help" not in sys.argv:
+        bfloat16.limit()  # before anything imports torch
+
+
+def main() -> None:
+    """Run the command; a user's mistake is one line and exit code 2, never a traceback."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Escaped("howlinear: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a code instead of a traceback
+    try:
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # some versions of typer say it this way
+            raise KeyboardInterrupt
+        sys.exit(code if isinstance(code, int) else 0)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; nothing half-written is left", INTERRUPTED)
+    except UsageError as err:
+        _fail(err.format_message(), 2)
+    except MemoryError:
+        _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
+    except (ValueError, OSError) as err:
+        _fail(str(err), 2)
+    except RuntimeError as err:
+        kinds = {kind.__name__ for kind in type(err).__mro__}
+        if "gloo" in str(err) or "DistError" in kinds:
+            _fail(f"another process is gone, this one cannot go on ({str(err)[:120]})", 1)
+        if "out of memory" not in str(err).lower() and "can't allocate" not in str(err):
+            raise
+        _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
+
+
+class _Escaped(logging.Formatter):
+    """Warnings may quote names from outside."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(escaped, super().format(record).splitlines()))
+
+
+def _fail(message: str, code: int) -> None:
+    rank = f"rank {os.environ['RANK']}: " if follows() else ""
+    line = f"howlinear: {rank}{' '.join(message.split())}"
+    print(escaped(line), file=sys.stderr, flush=True)
+    sys.exit(code)

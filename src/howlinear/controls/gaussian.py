@@ -1,0 +1,197 @@
+"""What a block's map would be if its inputs were Gaussian, from weights and two moments: no rows.
+
+    expected_map(model, block, mean, covariance)        # Affine, W = E[Jacobian]
+    transport(mean_a, cov_a, mean_b, cov_b)             # Affine, Gaussian a to Gaussian b
+    draw(mean, symmetric_root(covariance), rows, generator)     # (rows, d)
+
+Stein's lemma: for x ~ N(m, S), Cov(f(x), x) = E[f'(x)] S, so the least-squares map of any block on
+Gaussian inputs is its mean Jacobian. Hidden unit j sees x through one number, g_j = G_j x + b_j, or
+two, the gate g_j and u_j = U_j x + c_j, which it multiplies by. Under a Gaussian these are Gaussian
+too, and what is left are integrals over one variable, t = (g_j - E g_j) / s_j:
+
+    plain  h = a(g):    E[dh/dg] = E[a t] / s
+    gated  h = a(g) u:  E[dh/du] = E[a],   E[dh/dg] = (E[h t] - (c / s) E[a]) / s,   c = Cov(g, u)
+
+They are taken on a fine grid, which kinks (ReLU) do not disturb. The activation is whatever the
+block's own modules do between their projections; that it is a(g) or a(g) u is tried, not assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.linear.affine import Affine
+from howlinear.models.families import Block, projection_shape
+from howlinear.models.hooks import Chain, as_module
+from howlinear.models.units import hidden_units, rebuilt, weight_of, writes
+
+STEP, REACH = (
+    0.01,
+    9.0,
+)  # of the grid, in standard deviations: a kink leaves an error of STEP^2 / 12
+NODES = 64  # at a time
+NOISE = (16 * torch.finfo(torch.float32).eps) ** 2  # variance that rounding leaves of none
+
+
+def symmetric_root(covariance: Tensor, power: float = 0.5) -> Tensor:
+    """S^power for a covariance, on its range: directions without variance stay without."""
+    values, V = torch.linalg.eigh(covariance)
+    floor = float(values[-1].clamp_min(0)) * NOISE
+    kept = values > floor
+    return (V[:, kept] * values[kept] ** power) @ V[:, kept].t()
+
+
+def transport(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> Affine:
+    """The optimal-transport map between Gaussians: A = Ra^-1 (Ra Sb Ra)^(1/2) Ra^-1, Ra = Sa^(1/2).
+
+    Of all maps that give rows with moments a the moments b, the one that moves them least.
+    """
+    root, inverse = symmetric_root(cov_a), symmetric_root(cov_a, -0.5)
+    A = inverse @ symmetric_root(root @ cov_b @ root) @ inverse
+    return Affine(A, mean_b - A @ mean_a, int(torch.linalg.matrix_rank(A, hermitian=True)))
+
+
+def whitening(mean: Tensor, covariance: Tensor) -> Affine:
+    """Rows of the same mean and the same total variance, spread evenly over all directions."""
+    A = symmetric_root(covariance, -0.5) * math.sqrt(float(covariance.diagonal().mean()))
+    return Affine(A, mean - A @ mean, int(torch.linalg.matrix_rank(A, hermitian=True)))
+
+
+def draw(mean: Tensor, root: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    """Rows (rows, d) of N(mean, root root'), float64; `symmetric_root` has the root."""
+    z = torch.randn(rows, len(mean), generator=generator, dtype=torch.float64)
+    return mean + z @ root.t()
+
+
+def expected_map(model: nn.Module, block: Block, mean: Tensor, covariance: Tensor) -> Affine:
+    """The least-squares map of the block on N(mean, covariance), by integrals over one variable.
+
+    ValueError for blocks whose hidden units are not a(g) or a(g) u: experts, mixing, two activations.
+    """
+    inside = _Inside(model, block)
+    (G, b), *second = inside.projections
+    mu, s2 = G @ mean + b, ((G @ covariance) * G).sum(1)
+    s = s2.clamp_min(0).sqrt()
+    moved = torch.where(
+        s > 0, 1 / s.clamp_min(1e-300), 0.0
+    )  # a unit that sees nothing moves nothing
+    e0, e1, e2 = inside.moments(mu, s)
+    if not second:
+        expected, by_g = e0, e1 * moved
+        W = by_g[:, None] * G
+    else:
+        U, c = second[0]
+        mean_u = U @ mean + c
+        slope = ((G @ covariance) * U).sum(1) * moved  # Cov(g, u) / s
+        expected = mean_u * e0 + slope * e1
+        by_g = (mean_u * e1 + slope * e2 - slope * e0) * moved
+        W = by_g[:, None] * G + e0[:, None] * U
+    W = inside.down @ W
+    return Affine(W, inside.down @ expected + inside.bias - W @ mean, block.d_in)
+
+
+class _Inside:
+    """A block's projections, gate first, and its activation as a function of what they give."""
+
+    def __init__(self, model: nn.Module, block: Block) -> None:
+        name = f"block {block.index} ({block.path})"
+        if writes(model, block) is None:
+            raise ValueError(f"{name} has no hidden units that stand alone, so no Gaussian map")
+        down = attrgetter(str(block.down))(model)
+        self.down, self.bias = _double(down)
+        self._check_end(model, block, down, name)
+        steps = [attrgetter(path)(model) for path in block.steps]
+        before = [
+            module
+            for step in steps
+            for module in (step.modules() if isinstance(step, nn.Module) else ())
+            if module is not down and projection_shape(module) is not None
+        ]
+        self.told = [_Told() for _ in before]
+        narrow: dict[nn.Module, nn.Module] = dict(zip(before, self.told, strict=True))
+        narrow[down] = nn.Identity()
+        narrow[down].register_buffer("weight", self.down.new_empty(0), persistent=False)
+        self.chain = Chain([rebuilt(step, narrow) for step in steps])
+        m = self.down.shape[1]
+        self.projections = [
+            (W[i : i + m], b[i : i + m])
+            for W, b in map(_double, before)
+            for i in range(0, len(W), m)
+        ]
+        self._order(m, name)
+
+    def _check_end(self, model: nn.Module, block: Block, down: nn.Module, name: str) -> None:
+        """Nothing follows the last projection."""
+        weight = weight_of(down)
+        x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
+        with torch.no_grad():
+            got, want = down(hidden_units(model, block)(x)), as_module(model, block)(x)
+        want = want[0] if isinstance(want, tuple) else want
+        if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
+            raise ValueError(f"{name} does more after its last projection, so no Gaussian map")
+
+    def _order(self, m: int, name: str) -> None:
+        """Gate first; what the gate multiplies second."""
+        z = torch.randn(2, 4, m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        if len(self.projections) == 1:
+            return
+        if len(self.projections) == 2:
+            for swap in (False, True):
+                self.swap = swap
+                once, twice = self._hidden(z[0], z[1]), self._hidden(z[0], -2 * z[1])
+                if torch.allclose(twice, -2 * once, rtol=1e-4, atol=1e-6):
+                    self.projections = self.projections[:: -1 if swap else 1]
+                    return
+        raise ValueError(f"{name} does not multiply by one of its projections: no Gaussian map")
+
+    swap = False
+
+    def _hidden(self, *values: Tensor) -> Tensor:
+        """What the hidden units are when the projections give this, gate first."""
+        given = list(values[::-1] if self.swap else values)
+        if len(self.told) == 1:
+            given = [torch.cat(given, -1)]  # gate and up in one projection
+        for told, value in zip(self.told, given, strict=True):
+            told.value = value
+        with torch.no_grad():
+            return self.chain(values[0]).double()
+
+    def moments(self, mu: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """E[a], E[a t] and E[a t^2] of each unit, t standard normal, a the activation at mu + s t."""
+        t = torch.arange(-REACH, REACH + STEP / 2, STEP, dtype=torch.float64)
+        w = torch.exp(-t.square() / 2)
+        w /= w.sum()
+        sums = torch.zeros(3, len(mu), dtype=torch.float64)
+        for nodes, weights in zip(t.split(NODES), w.split(NODES), strict=True):
+            g = mu + s * nodes[:, None]
+            a = (
+                self._hidden(g, torch.ones_like(g))
+                if len(self.projections) == 2
+                else self._hidden(g)
+            )
+            for k in range(3):
+                sums[k] += (weights * nodes**k) @ a
+        return sums[0], sums[1], sums[2]
+
+
+class _Told(nn.Module):
+    """In place of a projection: gives what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value
+
+
+def _double(projection: nn.Module) -> tuple[Tensor, Tensor]:
+    """(weight, bias) in float64 on the CPU; no bias is one of zeros."""
+    W = weight_of(projection).detach().cpu().double()
+    bias = getattr(projection, "bias", None)
+    return W, W.new_zeros(len(W)) if bias is None else bias.detach().cpu().double()

@@ -1,0 +1,128 @@
+"""A model in memory on the tasks of lm-evaluation-harness, whatever was done to it before.
+
+    found = evaluate(model, ["arc_easy", "hellaswag"], tokenizer, limit=200)
+    found["results"]["arc_easy"]["acc,none"], found["results"]["arc_easy"]["acc_stderr,none"]
+
+    with swapped(model, {block: layer}):                       # or with a block replaced
+        evaluate(model, ["arc_easy"], tokenizer)
+    evaluate(model, ["mine"], tokenizer, include_path="tasks/")   # tasks of one's own
+
+Needs the extra `eval`. What comes back is what `lm_eval.simple_evaluate` returns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from howlinear.models.ggufs import one_line
+from howlinear.models.hooks import evaluating
+
+# What the harness asks when it wraps a model; everything else is asked when it runs. The wrapper has
+# more to say about loading, which is done here, and `simple_evaluate` takes a batch size without
+# using it when the model is loaded already.
+WRAPPER = (
+    "max_batch_size", "max_length", "truncation", "add_bos_token", "prefix_token_id",
+    "softmax_dtype", "mixed_precision_dtype", "logits_cache", "think_end_token",
+    "enable_thinking", "chat_template_args",
+)  # fmt: skip
+
+
+def evaluate(
+    model: nn.Module,
+    tasks: Sequence[Any],
+    tokenizer: Any = None,
+    *,
+    batch_size: int | str = 8,
+    include_path: str | Path | Sequence[str | Path] | None = None,
+    task_manager: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Scores of a model on tasks of lm-evaluation-harness: names, or whatever else it takes.
+
+    `options` are those of `lm_eval.simple_evaluate` (`limit`, `num_fewshot`, `apply_chat_template`)
+    and of its `HFLM` (`max_length`, `add_bos_token`). Neither model nor tokenizer is changed; the
+    harness does seed the random numbers of Python, numpy and torch.
+    """
+    harness, hf = _harness("lm_eval"), _harness("lm_eval.models.huggingface")
+    if isinstance(tasks, str) or not tasks:
+        raise ValueError(f"tasks is {tasks!r}, expected a list of names such as ['arc_easy']")
+    _check(model)
+    if task_manager is None:
+        task_manager = _manager(include_path, options.get("metadata"))
+    elif include_path is not None:
+        raise ValueError("give include_path or task_manager, not both")
+    _known(tasks, task_manager)
+    wrapper = {name: options.pop(name) for name in WRAPPER if name in options}
+    config: Any = model.config
+    with evaluating(model):
+        wrapped = hf.HFLM(
+            pretrained=model,
+            tokenizer=_tokenizer(model, tokenizer),
+            # left alone it goes by model_type, and a compressed model has one of its own
+            backend="seq2seq" if config.is_encoder_decoder else "causal",
+            batch_size=batch_size,
+            **wrapper,
+        )
+        found: dict[str, Any] = harness.simple_evaluate(
+            model=wrapped,
+            tasks=list(tasks),
+            batch_size=batch_size,  # for the record
+            task_manager=task_manager,
+            **options,
+        )
+    return found
+
+
+def _harness(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as err:
+        told = f"evaluate needs lm-eval ({one_line(err, 80)})"
+        raise ValueError(f"{told}: run `pip install 'howlinear[eval]'`") from None
+
+
+def _check(model: nn.Module) -> None:
+    able: Any = getattr(model, "can_generate", lambda: False)
+    if not able():
+        raise ValueError(
+            f"{type(model).__name__} does not predict the next token, which the tasks ask for: "
+            "load it with AutoModelForCausalLM if it was trained to"
+        )
+
+
+def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
+    """A copy, since the harness gives a tokenizer without padding some."""
+    if tokenizer is not None:
+        return copy.deepcopy(tokenizer)
+    from transformers import AutoTokenizer
+
+    name = getattr(model, "name_or_path", "")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as err:  # from anywhere between the hub and a damaged file
+        told = f"no tokenizer found for {type(model).__name__} at {name!r} ({one_line(err, 80)})"
+        raise ValueError(f"{told}: pass tokenizer=") from None
+
+
+def _manager(include_path: Any, metadata: Any) -> Any:
+    for path in [include_path] if isinstance(include_path, str | Path) else include_path or ():
+        if not Path(path).is_dir():
+            raise ValueError(f"include_path {path} is not a folder of task files")
+    tasks = _harness("lm_eval.tasks")
+    return tasks.TaskManager(include_path=include_path, metadata=metadata)
+
+
+def _known(tasks: Sequence[Any], manager: Any) -> None:
+    """Say before hours of work which task is misspelt."""
+    known = set(manager.all_tasks)
+    unknown = [t for t in tasks if isinstance(t, str) and t not in known and not Path(t).exists()]
+    if unknown:
+        raise ValueError(
+            f"unknown task {unknown[0]}: see `lm-eval ls tasks`, or pass include_path= for your own"
+        )

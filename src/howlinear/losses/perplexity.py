@@ -1,0 +1,309 @@
+"""Language-model loss under a stated protocol, and what a change to the model does to it.
+
+    loss = text_loss(model, ids, "windows-128")        # ids: one stream (n,), or windows (n, length)
+    print(loss)                                        # perplexity ± standard error, and the protocol
+    change = compare(model, lambda: swapped(model, {block: layer}), ids, "windows-128")
+    change.delta_nll, change.delta_nll_se, change.kl, change.top1
+
+    for batch in batches(ids, PROTOCOLS["windows-128"]):    # by hand, for many variants at once
+        states = batch.rows(readout.states(batch.inputs))
+        for part in chunks(len(states), readout.vocabulary):
+            original = reference(readout.logits(states[part]), batch.targets[part], batch.window[part])
+            scores.update(original, changed_logits)    # once per variant; scores = TokenScores()
+
+A token's loss is -log p in nats, from log_softmax in float32; sums are float64. Every estimate is a
+ratio of sums over windows, r = sum_w s_w / sum_w c_w, with s_w what window w scored in c_w tokens.
+Its standard error, sqrt(K/(K-1) sum_w (s_w - r c_w)^2) / sum_w c_w over K windows, allows tokens of
+one window to be alike, and takes windows as independent: neighbours in a text are not quite.
+
+Logits of n tokens are n x vocabulary numbers, so the model runs in two steps: the backbone gives
+states (n, d), and what follows it (head, scaling, soft cap) runs on a chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from howlinear.losses.protocols import EMPTY, Batches, Protocol, batches, protocol_of
+from howlinear.losses.readout import Context, Readout, chunks
+from howlinear.records.files import clean
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What the unchanged model says of a chunk of n tokens, to hold variants against."""
+
+    log_p: Tensor  # (n, vocabulary), float32
+    p: Tensor  # (n, vocabulary)
+    top: Tensor  # (n,) the likeliest token
+    nll: Tensor  # (n,)
+    targets: Tensor  # (n,)
+    window: Tensor  # (n,) number of each token's window
+
+
+def reference(logits: Tensor, targets: Tensor, window: Tensor) -> Reference:
+    """Of logits (n, vocabulary) for target tokens (n,) in numbered windows (n,)."""
+    log_p = logits.float().log_softmax(-1)
+    nll = _nll(log_p, targets, window)
+    return Reference(log_p, log_p.exp(), log_p.argmax(-1), nll, targets, window)
+
+
+class TokenScores:
+    """One variant's scores beside the original's, summed by window: update, then comparison()."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(0, 5, dtype=torch.float64)  # (windows, fields of Comparison)
+
+    def update(self, original: Reference, logits: Tensor) -> TokenScores:
+        """Add the variant's logits (n, vocabulary) of the tokens that `original` is about."""
+        if logits.shape != original.log_p.shape:
+            shapes = f"{tuple(original.log_p.shape)} and {tuple(logits.shape)}"
+            raise ValueError(f"logits of {shapes} cannot be compared: another vocabulary?")
+        log_q = logits.to(original.log_p.device, torch.float32).log_softmax(-1)
+        nll = _nll(log_q, original.targets, original.window)
+        agree = log_q.argmax(-1) == original.top
+        # The difference first: equal logits give exactly 0. A token that p rules out adds nothing.
+        kl = log_q.neg_().add_(original.log_p).mul_(original.p)
+        kl = kl.masked_fill_(original.p == 0, 0).sum(-1)
+        values = torch.stack([torch.ones_like(nll), original.nll, nll, kl, agree], 1)
+        self.sums = _added(self.sums, original.window, values)
+        return self
+
+    def comparison(self, protocol: Protocol) -> Comparison:
+        return Comparison(protocol, *self.sums.unbind(1))
+
+
+def _nll(log_p: Tensor, targets: Tensor, window: Tensor) -> Tensor:
+    nll = -log_p.gather(1, targets.to(log_p.device)[:, None])[:, 0]
+    if bool((bad := nll.isnan()).any()):
+        at = int(window[bad.cpu()][0])
+        raise ValueError(
+            f"the model's logits are not finite in window {at}: is its dtype too small?"
+        )
+    return nll
+
+
+def _added(sums: Tensor, window: Tensor, values: Tensor) -> Tensor:
+    """sums (windows, k) and values (n, k), row by row, where each one's window is."""
+    missing = int(window.max()) + 1 - len(sums) if len(window) else 0
+    grown = pad(sums, (0, 0, 0, max(missing, 0)))
+    return grown.index_add(0, window.cpu(), values.cpu().double())
+
+
+# -- scores -> answers ----------------------------------------------------------------------------
+
+
+def _ratio(sums: Tensor, counts: Tensor) -> float:
+    return float(sums.sum() / counts.sum())
+
+
+def _spread(rest: Tensor, counts: Tensor) -> float:
+    """Standard error of a ratio whose windows are off by `rest`; nan for fewer than 2 windows."""
+    K = int((counts > 0).sum())
+    if K < 2:
+        return math.nan
+    return math.sqrt(K / (K - 1) * float(rest.square().sum())) / float(counts.sum())
+
+
+def _rest(sums: Tensor, counts: Tensor) -> Tensor:
+    return sums - _ratio(sums, counts) * counts
+
+
+def _estimates(sums: Callable[[Any], Tensor]) -> tuple[property, property]:
+    """An answer's property, a ratio of sums over windows, and the property of its standard error."""
+    return (
+        property(lambda answer: _ratio(sums(answer), answer.counts)),
+        property(lambda answer: _spread(_rest(sums(answer), answer.counts), answer.counts)),
+    )
+
+
+def _fields(answer: Loss | Comparison, names: str) -> dict[str, Any]:
+    about = {"protocol": answer.protocol.name, "tokens": answer.tokens}
+    values = clean({name: getattr(answer, name) for name in names.split()})
+    return about | {"windows": len(answer.counts)} | values
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Loss:
+    """A model's loss on a text; `nats` is the mean of a token's negative log-likelihood."""
+
+    protocol: Protocol
+    counts: Tensor  # (windows,) predicted tokens, float64
+    sums: Tensor  # (windows,) their negative log-likelihood in nats, float64
+    n_bytes: int | None = None  # utf-8 bytes of the predicted tokens
+
+    nats, nats_se = _estimates(lambda loss: loss.sums)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats) if self.nats < 700 else math.inf
+
+    @property
+    def perplexity_se(self) -> float:
+        """By the delta method: d exp(nats) = exp(nats) d nats."""
+        return self.perplexity * self.nats_se
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers; None where the number of bytes is not known."""
+        return float(self.sums.sum()) / math.log(2) / self.n_bytes if self.n_bytes else None
+
+    def __str__(self) -> str:
+        value = f"perplexity {self.perplexity:.2f} ± {self.perplexity_se:.2f}"
+        return f"{value} ({self.protocol}, {self.tokens} tokens)"
+
+    def __repr__(self) -> str:
+        return f"<Loss: {self}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        return _fields(self, "nats nats_se perplexity perplexity_se bits_per_byte")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """Two models on the same tokens, so that what both find hard cancels. Sums are by window."""
+
+    protocol: Protocol
+    counts: Tensor  # (windows,) predicted tokens, float64
+    nll: Tensor  # (windows,) sums of the original's negative log-likelihood
+    nll_changed: Tensor
+    divergence: Tensor  # (windows,) sums of KL(original || changed), in nats
+    agreement: Tensor  # (windows,) tokens where both find the same token likeliest
+
+    delta_nll, delta_nll_se = _estimates(lambda both: both.nll_changed - both.nll)  # nats a token
+    kl, kl_se = _estimates(lambda both: both.divergence)  # nats a token
+    top1, top1_se = _estimates(lambda both: both.agreement)  # share of the tokens
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def original(self) -> Loss:
+        return Loss(self.protocol, self.counts, self.nll)
+
+    @property
+    def changed(self) -> Loss:
+        return Loss(self.protocol, self.counts, self.nll_changed)
+
+    def gain_over(self, other: Comparison) -> tuple[float, float]:
+        """How many nats a token this change is better than another, on the same tokens; and its
+        standard error, paired by window."""
+        gain = other.nll_changed - self.nll_changed
+        return _ratio(gain, self.counts), _spread(_rest(gain, self.counts), self.counts)
+
+    @property
+    def delta_ppl(self) -> float:
+        return self.changed.perplexity - self.original.perplexity
+
+    @property
+    def delta_ppl_se(self) -> float:
+        """By the delta method, window by window, since both share the windows."""
+        a, b = (x.perplexity * _rest(x.sums, x.counts) for x in (self.original, self.changed))
+        return _spread(b - a, self.counts)
+
+    def __str__(self) -> str:
+        shown = {"Δnll": "delta_nll", "Δppl": "delta_ppl", "KL": "kl", "top-1": "top1"}.items()
+        parts = [f"{k} {getattr(self, v):.4g} ± {getattr(self, v + '_se'):.2g}" for k, v in shown]
+        return f"{', '.join(parts)} ({self.protocol}, {self.tokens} tokens)"
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {self}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        names = "delta_nll delta_nll_se delta_ppl delta_ppl_se kl kl_se top1 top1_se"
+        both = {"original": self.original.to_dict(), "changed": self.changed.to_dict()}
+        return _fields(self, names) | both
+
+
+# -- the two questions ----------------------------------------------------------------------------
+
+
+def text_loss(
+    model: nn.Module,
+    ids: Batches,
+    protocol: Protocol | str | None = None,
+    *,
+    batch_size: int = 8,
+    n_bytes: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Loss:
+    """The model's loss on tokens: see `batches` for what they may be.
+
+    `n_bytes` is how many utf-8 bytes the predicted tokens stand for. `progress` is called with the
+    number of tokens of each batch done.
+    """
+    how, sums = protocol_of(ids, protocol), torch.zeros(0, 2, dtype=torch.float64)
+    for (logits,), targets, window in _scored([Readout(model)], ids, how, batch_size, progress):
+        nll = _nll(logits.log_softmax(-1), targets, window)
+        sums = _added(sums, window, torch.stack([torch.ones_like(nll), nll], 1))
+    return Loss(how, sums[:, 0], sums[:, 1], n_bytes)
+
+
+def compare(
+    model: nn.Module,
+    changed: nn.Module | Context,
+    ids: Batches,
+    protocol: Protocol | str | None = None,
+    *,
+    batch_size: int = 8,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """What a change costs: `changed` is another model with the same vocabulary, or a function that
+    makes a context in which `model` is changed, such as `lambda: swapped(model, {block: layer})`.
+    """
+    return compare_all(model, [changed], ids, protocol, batch_size=batch_size, progress=progress)[0]
+
+
+def compare_all(
+    model: nn.Module,
+    changes: Sequence[nn.Module | Context],
+    ids: Batches,
+    protocol: Protocol | str | None = None,
+    *,
+    batch_size: int = 8,
+    progress: Callable[[int], None] | None = None,
+) -> list[Comparison]:
+    """Several changes beside the one original: see `compare`."""
+    how = protocol_of(ids, protocol)
+    others = [Readout(c) if isinstance(c, nn.Module) else Readout(model, c) for c in changes]
+    scores = [TokenScores() for _ in others]
+    every = _scored([Readout(model), *others], ids, how, batch_size, progress)
+    for (logits, *logits_changed), targets, window in every:
+        original = reference(logits, targets, window)
+        for score, own in zip(scores, logits_changed, strict=True):
+            score.update(original, own)
+    return [score.comparison(how) for score in scores]
+
+
+def _scored(
+    readouts: list[Readout],
+    ids: Batches,
+    how: Protocol,
+    batch_size: int,
+    progress: Callable[[int], None] | None,
+) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+    """Chunk by chunk: each readout's logits (n, vocabulary), the targets (n,), their windows (n,)."""
+    predicted = 0
+    for batch in batches(ids, how, batch_size):
+        states = [batch.rows(readout.states(batch.inputs)) for readout in readouts]
+        targets, window = batch.targets, batch.window
+        for part in chunks(len(targets), readouts[0].vocabulary):
+            logits = [r.logits(rows[part]) for r, rows in zip(readouts, states, strict=True)]
+            yield logits, targets[part], window[part]
+        predicted += len(targets)
+        if progress is not None:
+            progress(batch.inputs["input_ids"].numel())
+    if not predicted:
+        raise ValueError(EMPTY)

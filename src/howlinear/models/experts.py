@@ -1,0 +1,360 @@
+"""Experts one by one: find them, hear what each was given and said, replace some of them.
+
+    for mixture in mixtures(model):                 # the blocks that are mixtures of experts
+        print(mixture.block.index, mixture.path, mixture.count, mixture.shared)
+    with tap_experts(model, receive):               # receive(mixture, expert, rows, weights)
+        model(input_ids, attention_mask=mask)
+    with swapped(model, {mixture.block: replaced(model, mixture, {17: linear})}):
+        model(input_ids)                            # tokens sent to expert 17 get linear(x)
+
+transformers keeps all experts of a layer in one **fused** module, called with x (n, d_in), the
+chosen experts (n, k) and their weights (n, k). Expert e computes f_e(x), and the module returns
+sum_e w_e f_e(x). No expert is a module that a hook could hear, so f_e(x) is asked of the fused
+module itself: a **pair** of a row and an expert is a row with one expert and the weight 1. That
+holds for every implementation of the experts that may be set, and needs no name of a weight. What
+the pairs say is weighted, summed and held against what the layer got, in every forward.
+
+A **shared** expert, where a layer has one, is given every token; its key is "shared".
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.linear.rows import Rows
+from howlinear.models.families import Block, blocks
+from howlinear.models.hooks import Replacement, as_module, tap
+
+__all__ = [
+    "SHARED",
+    "Expert",
+    "Mixture",
+    "as_expert",
+    "mixtures",
+    "replaced",
+    "run_pairs",
+    "tap_experts",
+]
+
+SHARED = "shared"
+SHARED_NAMES = ("shared_expert", "shared_experts")  # what families call it
+SLACK = 8  # times one rounding, for what the experts add up to; it is a third of one as a rule
+
+Expert = int | str  # a number from 0, or SHARED
+
+
+# -------------------------------------------------------------------------- finding experts
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A block that is a mixture of experts: a value. Paths are relative to the model."""
+
+    block: Block  # the whole layer: router, experts and shared expert
+    path: str  # the fused module: "model.layers.3.mlp.experts"
+    count: int  # experts that the router chooses from
+    shared: str | None  # the shared expert: "model.layers.3.mlp.shared_expert"
+
+    @property
+    def keys(self) -> list[Expert]:
+        return [*range(self.count), *([SHARED] if self.shared else [])]
+
+    def expert(self, key: Expert) -> Block:
+        """One expert as a block, for whoever keeps books by block. Numbered ones are no modules."""
+        if key not in self.keys:
+            raise ValueError(
+                f"block {self.block.index} ({self.block.path}) has no expert {key!r}: it has "
+                f"0-{self.count - 1}{' and shared' if self.shared else ', none shared'}"
+            )
+        path = self.shared if key == SHARED and self.shared else f"{self.path}.{key}"
+        return replace(self._part(path), expert=str(key))
+
+    @property
+    def fused(self) -> Block:
+        return self._part(self.path)
+
+    def _part(self, path: str) -> Block:
+        bare: dict[str, Any] = {"stream": None, "out_norm": None, "down": None}
+        return replace(self.block, path=path, steps=(path,), **bare)
+
+
+def mixtures(model: nn.Module, at: Sequence[Block] | None = None) -> list[Mixture]:
+    """Those of the blocks (default: all) that hold a fused module of experts, in depth order."""
+    found = (_mixture(model, block) for block in (blocks(model) if at is None else at))
+    return [mixture for mixture in found if mixture is not None]
+
+
+def _mixture(model: nn.Module, block: Block) -> Mixture | None:
+    layer = model.get_submodule(block.entry)
+    for name, module in layer.named_children():
+        if count := _count(module):
+            shared = next((s for s in SHARED_NAMES if getattr(layer, s, None) is not None), None)
+            prefix = f"{block.entry}."
+            return Mixture(block, prefix + name, count, prefix + shared if shared else None)
+    return None
+
+
+def _count(module: nn.Module) -> int:
+    """How many experts a fused module has; 0 if it is none: it takes x, experts and weights."""
+    sizes = {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3}
+    takes = len(inspect.signature(module.forward).parameters) if sizes else 0
+    return sizes.pop() if len(sizes) == 1 and takes == 3 else 0
+
+
+# -------------------------------------------------------------------------- running experts
+
+
+def run_pairs(fused: nn.Module, x: Tensor, experts: Tensor) -> Tensor:
+    """f_e(x), without its weight, of rows x (n, d_in) and one expert a row (n,): (n, d_out).
+
+    Hooks on the module hear nothing of it. It costs what the module's own call with n / k rows does.
+    """
+    return fused.forward(x, experts[:, None], x.new_ones(len(x), 1))
+
+
+def as_expert(model: nn.Module, mixture: Mixture, key: Expert) -> nn.Module:
+    """One expert as a module x (..., d_in) -> y (..., d_out). It shares the model's weights."""
+    block = mixture.expert(key)
+    if key == SHARED:
+        return as_module(model, block)
+    return _Alone(model.get_submodule(mixture.path), int(key))
+
+
+class _Alone(nn.Module):
+    def __init__(self, fused: nn.Module, expert: int) -> None:
+        super().__init__()
+        self.fused, self.expert = fused, expert
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        experts = torch.full((len(rows),), self.expert, device=x.device)
+        return run_pairs(self.fused, rows, experts).unflatten(0, x.shape[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Routing:
+    """What a fused module is called with."""
+
+    x: Tensor  # (n, d_in)
+    experts: Tensor  # (n, k)
+    weights: Tensor  # (n, k)
+
+    @classmethod
+    def of(cls, fused: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Routing:
+        return cls(*inspect.signature(fused.forward).bind(*args, **kwargs).arguments.values())
+
+    def only(self, rows: Rows) -> _Routing:
+        """Of the rows that are no padding."""
+        return _Routing(rows.x, self.experts[rows.kept], self.weights[rows.kept])
+
+    def to(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Which rows an expert is given (m,), and its weights (m,)."""
+        row, slot = (self.experts == expert).nonzero(as_tuple=True)
+        return row, self.weights[row, slot]
+
+
+# -------------------------------------------------------------------------------- listening
+
+Receive = Callable[[Mixture, Expert, Rows, Tensor | None], None]
+
+
+@contextmanager
+def tap_experts(
+    model: nn.Module,
+    receive: Receive,
+    *,
+    at: Sequence[Mixture] | None = None,
+    all_tokens: bool = False,
+) -> Iterator[None]:
+    """Call `receive(mixture, expert, rows, weights)` in each forward, for each expert with a token.
+
+    `rows` are those that the expert was given, padding left out, y its own output; `weights` (n,)
+    are the router's. With `all_tokens` each expert is given every token, one expert at a time: the
+    function itself, not where it is asked; the weight is 0 where the router does not ask. A shared
+    expert hears all tokens in any case, and its weights are None: no router chose it.
+
+    What holds of `tap` holds here, and both may listen to the same forward. Experts that are not
+    what the layer computed with raise a RuntimeError. Costs one more run of the experts, and with
+    `all_tokens` another of every expert on every token.
+    """
+    at = mixtures(model) if at is None else at
+    fused = {mixture.fused: mixture for mixture in at}
+    shared = {mixture.expert(SHARED): mixture for mixture in at if mixture.shared}
+    routings: dict[Block, _Routing] = {}
+
+    def hear(block: Block, rows: Rows) -> None:
+        if not len(rows.x):
+            return  # nothing but padding
+        if block in shared:
+            receive(shared[block], SHARED, rows, None)
+            return
+        mixture, module = fused[block], model.get_submodule(block.path)
+        with torch.no_grad():
+            routing = routings.pop(block).only(rows)
+            pairs = _pairs(module, routing)
+            _check(mixture, module, rows, pairs)
+            every = _everywhere(module, routing, mixture.count, rows)
+            for expert, own, weights in every if all_tokens else pairs.by_expert(rows):
+                receive(mixture, expert, own, weights)
+
+    def listen(block: Block) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routings[block] = _Routing.of(module, args, kwargs)
+
+        module = model.get_submodule(block.path)
+        return module.register_forward_pre_hook(keep, with_kwargs=True)
+
+    with tap(model, hear, at=[*fused, *shared]), ExitStack() as stack:
+        for block in fused:
+            stack.enter_context(listen(block))
+        yield
+
+
+Heard = Iterator[tuple[int, Rows, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Every row with every expert that it was sent to, sorted by expert."""
+
+    row: Tensor  # (n k,)
+    expert: Tensor  # (n k,)
+    weight: Tensor  # (n k,)
+    y: Tensor  # (n k, d_out)
+
+    def by_expert(self, rows: Rows) -> Heard:
+        """Each expert with a row, its rows and its weights."""
+        chosen, sizes = self.expert.unique_consecutive(return_counts=True)
+        parts = (part.split(sizes.tolist()) for part in (self.row, self.y, self.weight))
+        for expert, row, y, weight in zip(chosen.tolist(), *parts, strict=True):
+            yield expert, rows.only(row, y), weight
+
+
+def _pairs(fused: nn.Module, routing: _Routing) -> _Pairs:
+    """In one run, which is as large as the layer's own."""
+    expert, order = routing.experts.flatten().sort(stable=True)
+    row = order // routing.experts.shape[1]
+    y = run_pairs(fused, routing.x[row], expert)
+    return _Pairs(row, expert, routing.weights.flatten()[order], y)
+
+
+def _everywhere(fused: nn.Module, routing: _Routing, count: int, rows: Rows) -> Heard:
+    """Each expert on every row, one at a time."""
+    for expert in range(count):
+        row, own = routing.to(expert)
+        weights = own.new_zeros(len(rows.x)).index_copy(0, row, own)
+        yield expert, replace(rows, y=_Alone(fused, expert)(rows.x)), weights
+
+
+def _check(mixture: Mixture, fused: nn.Module, rows: Rows, pairs: _Pairs) -> None:
+    """Is sum_e w_e f_e(x) what the fused module returned, row by row, but for rounding?
+
+    The measure is sum_e |w_e f_e(x)| of the row, or of the median row where that is more: what is
+    tiny may have underflowed. Results are rounded to the rows' type a few times; the sums inside,
+    as long as a weight is wide, are in float32 or better.
+    """
+    kind = torch.promote_types(rows.y.dtype, torch.float32)
+    parts = pairs.weight[:, None].to(kind) * pairs.y.to(kind)
+    total = torch.zeros_like(rows.y, dtype=kind).index_add_(0, pairs.row, parts)
+    size = total.new_zeros(len(total)).index_add_(0, pairs.row, parts.norm(dim=1))
+    width = max(n for p in fused.parameters() if p.ndim == 3 for n in p.shape[1:])
+    slack = torch.finfo(rows.y.dtype).eps + math.sqrt(width) * torch.finfo(kind).eps
+    size = SLACK * slack * size.clamp(min=float(size.median()))
+    off = (total - rows.y.to(kind)).norm(dim=1)
+    if bool((off <= size).all()):
+        return
+    worst = float((off / size).nan_to_num(math.inf).max())
+    raise RuntimeError(
+        f"block {mixture.block.index} ({mixture.path}): its experts, asked one by one, do not add up "
+        f"to what the layer computed, {worst:.2g} times further off than rounding explains; if this is "
+        'the implementation of the experts, try model.set_experts_implementation("eager")'
+    )
+
+
+# -------------------------------------------------------------------------------- swapping
+
+
+def replaced(model: nn.Module, mixture: Mixture, maps: Mapping[Expert, Replacement]) -> Replacement:
+    """The layer x -> y with some experts replaced, for `swapped` and `sweep`.
+
+    Router and weights stay: rows sent to expert e get w_e maps[e](x), with rows (n, d_in) for x.
+    maps["shared"] stands for the shared expert, before its gate. Maps that are modules are part of
+    the replacement. The experts that are replaced still run, with weight 0, so this saves no time.
+    """
+    for key in maps:
+        mixture.expert(key)  # is there one?
+    return _Replaced(model, mixture, maps)
+
+
+class _Replaced(nn.Module):
+    """The layer's own module, which finds stand-ins among its children while it runs."""
+
+    def __init__(
+        self, model: nn.Module, mixture: Mixture, maps: Mapping[Expert, Replacement]
+    ) -> None:
+        super().__init__()
+        self.layer = model.get_submodule(mixture.block.entry)
+        own = {key: _Checked(mixture, key, run) for key, run in maps.items()}
+        self.stand_ins = nn.ModuleDict()
+        if SHARED in own and mixture.shared:
+            self.stand_ins[_name(mixture.shared)] = own.pop(SHARED)
+        self.stand_ins[_name(mixture.path)] = _Mixed(model.get_submodule(mixture.path), own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.layer._modules
+        originals = {name: slots[name] for name in self.stand_ins}
+        try:
+            slots.update(self.stand_ins.items())
+            y = self.layer(x)
+        finally:
+            slots.update(originals)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class _Mixed(nn.Module):
+    """In place of a fused module: some experts get no weight, and their maps do."""
+
+    def __init__(self, fused: nn.Module, maps: Mapping[Expert, nn.Module]) -> None:
+        super().__init__()
+        self.fused, self.experts = fused, [int(key) for key in maps]
+        self.maps = nn.ModuleList(maps.values())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        routing = _Routing.of(self.fused, args, kwargs)
+        gone = torch.isin(routing.experts, routing.experts.new_tensor(self.experts))
+        y = self.fused(routing.x, routing.experts, routing.weights.masked_fill(gone, 0))
+        for expert, run in zip(self.experts, self.maps, strict=True):
+            row, weights = routing.to(expert)
+            if len(row):
+                own = weights[:, None] * run(routing.x[row])
+                y = y.index_add(0, row, own.to(y.dtype))
+        return y
+
+
+class _Checked(nn.Module):
+    """A map, whose output must have an expert's shape."""
+
+    def __init__(self, mixture: Mixture, key: Expert, run: Replacement) -> None:
+        super().__init__()
+        self.mixture, self.key, self.run = mixture, key, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, expected = self.run(x), (*x.shape[:-1], self.mixture.block.d_out)
+        if tuple(y.shape) != expected:
+            raise ValueError(
+                f"the map of expert {self.key} of block {self.mixture.block.index} "
+                f"({self.mixture.path}) returned shape {tuple(y.shape)}, expected {expected}"
+            )
+        return y
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]

@@ -1,0 +1,374 @@
+"""Where the feed-forward blocks of each model family live, how to listen to them, how to swap them.
+
+    for block in blocks(model):             # one Block per feed-forward network, in depth order
+        print(block.index, block.path)
+    with tap(model, receive):               # receive(block, rows), once per block and forward
+        model(input_ids, attention_mask=mask)
+    with swapped(model, {block: linear}):   # the block computes linear(x), the rest stays
+        model(input_ids)
+
+A model is touched only inside a `with` and is as it was afterwards, whatever happened inside.
+
+Notation, for one token: x enters the block (after the norm before it), y leaves it (before dropout,
+before an output norm, before the residual add), h is the residual stream after the add and before
+any norm that follows. A batch has B windows of L positions; n rows remain without the padding.
+
+A family is one row, sometimes two, of the table FAMILIES, and one line in the tests. Families that
+the table does not know are searched by the shape of their modules, in which case h is not known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Block:
+    """One feed-forward block: a value. Every path is relative to the model it was found in."""
+
+    index: int  # from 0, in depth order; the encoder's blocks come before the decoder's
+    path: str  # shown to users: "model.layers.3.mlp", or "model.decoder.layers.3.fc1+fc2"
+    steps: tuple[str, ...]  # modules that lead from x to y when run in turn; often only one
+    stream: tuple[str, str] | None  # ("output" | "input", path): h is this module's output or input
+    out_norm: str | None  # the norm between the block and the residual add
+    down: str | None  # the last projection, whose input are the hidden units; None for experts
+    stack: str  # "encoder" | "decoder" | "": whose attention mask applies
+    d_in: int
+    d_out: int
+    family: str  # a key of FAMILIES, "structural" or "pattern"
+    copies: bool = False  # the layer changes y in place, or may: keep a copy of it
+    expert: str = ""  # of a mixture's experts, which one: see `experts`
+
+    @property
+    def entry(self) -> str:
+        """The module whose first input is x."""
+        return self.steps[0]
+
+    @property
+    def exit(self) -> str:
+        """The module whose output, or first output, is y."""
+        return self.steps[-1]
+
+
+Replacement = Callable[[Tensor], Tensor]
+
+
+class StandIn(nn.Module):
+    """Sits where a module of a swapped block was."""
+
+    def __init__(self, block: Block, replacement: Replacement | None, *other: nn.Module) -> None:
+        super().__init__()
+        self.block, self.replacement = block, replacement
+        self.other = other  # in a tuple, so that it is not a child
+
+    def run(self, x: Tensor) -> Tensor:
+        assert self.replacement is not None
+        y = self.replacement(x)
+        expected = (*x.shape[:-1], self.block.d_out)
+        if tuple(y.shape) != expected:
+            raise ValueError(
+                f"the replacement of block {self.block.index} ({self.block.path}) returned shape "
+                f"{tuple(y.shape)}, expected {expected}"
+            )
+        return y.clone() if self.block.copies else y
+
+
+# ------------------------------------------------------------------------------ the table
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the blocks of one kind of layer are. Paths are relative to the layer."""
+
+    layers: str  # how the path of a layer ends; # stands for a number
+    path: str  # the block as shown to users
+    steps: tuple[str, ...] = ()  # see Block; by default the module at `path`
+    down: str | None = None  # by default the last step, if that is a projection
+    after: str | None = None  # the norm after the add: h is its input. None: h leaves the layer
+    out_norm: str | None = None
+    stack: str = ""
+    when: tuple[str, Any] | None = None  # the row holds only if the config says this
+    copies: bool = False
+
+
+# Blocks that hold their dropout (gpt2) or the residual add (bloom), or that are not one module
+# (opt, bert), are described by their steps, so that y is what the last projection gives.
+GATED = Family("layers.#", "mlp", down="mlp.down_proj")  # experts too: they have no down
+NORMED = replace(GATED, out_norm="post_feedforward_layernorm")
+GPT2 = Family("h.#", "mlp", ("mlp.c_fc", "mlp.act", "mlp.c_proj"))
+FC = Family("layers.#", "fc1+fc2", ("fc1", "activation_fn", "fc2"))
+SPLIT = Family("encoder.layer.#", "intermediate+output", ("intermediate", "output.dense"))
+BERT = replace(SPLIT, after="output.LayerNorm")
+LIN = Family("layer.#", "ffn", ("ffn.lin1", "ffn.activation", "ffn.lin2"))
+T5 = Family("encoder.block.#.layer.#", "DenseReluDense", down="DenseReluDense.wo", stack="encoder")
+
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "gpt2": (GPT2,),
+    "gpt_neo": (GPT2,),
+    "gptj": (Family("h.#", "mlp", ("mlp.fc_in", "mlp.act", "mlp.fc_out")),),
+    "gpt_neox": (Family("layers.#", "mlp", down="mlp.dense_4h_to_h"),),
+    "bloom": (Family("h.#", "mlp", ("mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h")),),
+    "mpt": (Family("blocks.#", "ffn", ("ffn.up_proj", "ffn.act", "ffn.down_proj")),),
+    "falcon": (Family("h.#", "mlp", down="mlp.dense_4h_to_h", copies=True),),
+    "phi": (Family("layers.#", "mlp", down="mlp.fc2"),),
+    "opt": (
+        replace(FC, when=("do_layer_norm_before", True)),
+        replace(FC, when=("do_layer_norm_before", False), after="final_layer_norm"),  # opt-350m
+    ),
+    "whisper": (
+        replace(FC, layers="encoder.layers.#", stack="encoder"),
+        replace(FC, layers="decoder.layers.#", stack="decoder"),
+    ),
+    **dict.fromkeys(
+        ("t5", "mt5"), (T5, replace(T5, layers="decoder.block.#.layer.#", stack="decoder"))
+    ),
+    "starcoder2": (Family("layers.#", "mlp", ("mlp.c_fc", "mlp.act", "mlp.c_proj")),),
+    "vit": (Family("layers.#", "mlp", down="mlp.fc2"), SPLIT),  # new and old names in transformers
+    "distilbert": (replace(LIN, after="output_layer_norm"),),
+    **dict.fromkeys(("bert", "roberta", "mpnet", "xlm-roberta", "electra"), (BERT,)),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "stablelm"), (GATED,)),
+    **dict.fromkeys(("olmo", "smollm3", "cohere"), (GATED,)),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"), (GATED,)),
+    "granitemoe": (Family("layers.#", "block_sparse_moe"),),
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3"), (NORMED,)),
+}
+
+# What a layer of a family that is not in the table may call its parts.
+WHOLE = ("mlp", "ffn", "feed_forward", "feedforward", "DenseReluDense", "block_sparse_moe", "moe")
+PAIRS = (("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2"), ("ffn", "ffn_output"))
+ACTIVATIONS = ("activation_fn", "activation", "act", "act_fn")
+DOWNS = ("down_proj", "c_proj", "fc2", "w2", "wo", "dense_4h_to_h", "fc_out", "lin2", "linear2")
+
+
+# -------------------------------------------------------------------------- finding blocks
+
+
+def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
+    """Every block in depth order, or those that `pattern` chooses.
+
+    A pattern of digits, commas, dashes and blanks means depth indices ("3,5,9-12"); anything else
+    is a regular expression, searched in the blocks' paths. One that fits no block makes a block of
+    each outermost module whose whole path it matches. Chosen blocks keep their depth index.
+    """
+    name = type(model).__name__
+    known = _from_table(model) or _from_structure(model)
+    if pattern is None or re.fullmatch(r"[\d,\-\s]*", pattern):
+        if not known:
+            raise ValueError(
+                f"no feed-forward blocks in {name}: not a known family, and no list of layers has "
+                f"children named {', '.join(WHOLE)} or fc1 and fc2; name them: --blocks REGEX"
+            )
+        return known if pattern is None else [known[i] for i in depth_indices(pattern, len(known))]
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--blocks {pattern!r} is not a regular expression: {error}") from None
+    found = [b for b in known if wanted.search(b.path)] or _from_pattern(model, wanted)
+    if not found:
+        like = known[0].path if known else [path for path, _ in model.named_modules()][-1]
+        raise ValueError(
+            f"--blocks {pattern!r} matches no block and no module's whole path in {name}, where "
+            f"paths look like {like}"
+        )
+    return found
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """What to run to hear every block without paying for the language-model head."""
+    return getattr(model, "base_model", model)
+
+
+def call_options(net: nn.Module) -> dict[str, Any]:
+    """What to pass beside the inputs: nobody here reads a key-value cache."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(net.forward).parameters else {}
+
+
+def _from_table(model: nn.Module) -> list[Block]:
+    config, modules = _text_part(model)
+    family = _family(config)
+    found: list[Block] = []
+    for row in FAMILIES.get(family, ()):
+        if row.when and getattr(config, row.when[0]) != row.when[1]:
+            continue
+        ending = re.compile(r"(?:.*\.)?" + re.escape(row.layers).replace(r"\#", r"\d+"))
+        for path, layer in modules:
+            if ending.fullmatch(path) and _find(layer, (row.steps or (row.path,))[0]):
+                found.append(_block(model, config, path, row, len(found), family))
+    return found
+
+
+def _from_structure(model: nn.Module) -> list[Block]:
+    """Every layer in a list of layers with a child that looks like a feed-forward network."""
+    config, modules = _text_part(model)
+    stacks = ("encoder", "decoder") if getattr(config, "is_encoder_decoder", False) else ()
+    found: list[Block] = []
+    for path, layer in modules:
+        listed = isinstance(_find(model, path.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
+        row = _look(layer) if listed else None
+        if row is None or any(path.startswith(f"{b.entry}.") for b in found):
+            continue
+        row = replace(row, stack=next((part for part in path.split(".") if part in stacks), ""))
+        block = _block(model, config, path, row, len(found), "structural")
+        found.append(replace(block, stream=None))  # is the add followed by a norm? Who knows
+    return found
+
+
+def _from_pattern(model: nn.Module, wanted: re.Pattern[str]) -> list[Block]:
+    config, _ = _text_part(model)
+    found: list[Block] = []
+    for path, module in model.named_modules():
+        if not wanted.fullmatch(path) or any(path.startswith(f"{b.path}.") for b in found):
+            continue
+        shapes = [shape for part in module.modules() if (shape := projection_shape(part))]
+        if shapes and not isinstance(module, StandIn):
+            d_in, d_out = shapes[0][0], shapes[-1][1]
+        else:
+            d_in, d_out, _ = _sizes(model, config, path, path)
+        block = Block(
+            len(found), path, (path,), None, None, None, "", d_in, d_out, "pattern", copies=True
+        )
+        found.append(block)
+    return found
+
+
+def _text_part(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Module]]]:
+    """The config and the named modules of the text stack, which composite models hold inside."""
+    config: Any = getattr(model, "config", None)
+    modules = list(model.named_modules())
+    if not hasattr(config, "get_text_config") or _family(config) in FAMILIES:
+        return config, modules
+    text = config if config.is_encoder_decoder else config.get_text_config()
+    for prefix, module in modules if text is not config else ():
+        if getattr(getattr(module, "config", None), "model_type", None) == text.model_type:
+            return text, [(p, m) for p, m in modules if f"{p}.".startswith(f"{prefix}.")]
+    return config, modules
+
+
+def _family(config: Any) -> str:
+    """The key in FAMILIES; a compressed model is of the family that it was made from."""
+    return str(getattr(config, "model_type", "")).removeprefix("howlinear_")
+
+
+def _block(
+    model: nn.Module, config: Any, layer: str, row: Family, index: int, family: str
+) -> Block:
+    steps = tuple(f"{layer}.{step}" for step in row.steps or (row.path,))
+    down = f"{layer}.{row.down}" if row.down else steps[-1]
+    d_in, d_out, has_down = _sizes(model, config, steps[0], down)
+    return Block(
+        index=index,
+        path=f"{layer}.{row.path}",
+        steps=steps,
+        stream=("input", f"{layer}.{row.after}") if row.after else ("output", layer),
+        out_norm=f"{layer}.{row.out_norm}" if row.out_norm else None,
+        down=down if has_down else None,
+        stack=row.stack,
+        d_in=d_in,
+        d_out=d_out,
+        family=family,
+        copies=row.copies,
+    )
+
+
+def _sizes(model: nn.Module, config: Any, entry: str, down: str) -> tuple[int, int, bool]:
+    """(d_in, d_out, is there a last projection?), from the weights where they tell."""
+    first, last = _find(model, entry), _find(model, down)
+    if isinstance(first, StandIn):  # swapped out at the moment
+        return first.block.d_in, first.block.d_out, first.block.down is not None
+    inside = (
+        [shape for part in first.modules() if (shape := projection_shape(part))] if first else []
+    )
+    shape = projection_shape(last) or projection_shape(first)
+    if inside and shape:
+        return inside[0][0], shape[1], projection_shape(last) is not None
+    names = ("hidden_size", "d_model", "n_embd", "dim")  # experts are as wide as the model
+    widths = [int(w) for name in names if (w := getattr(config, name, None))]
+    widths += [d_in for d_in, _ in inside]
+    if not widths:
+        raise ValueError(f"neither the weights of {entry} nor the config tell its width")
+    return widths[0], widths[0], False
+
+
+def _look(layer: nn.Module) -> Family | None:
+    """A row for this layer of a family that the table does not know, if it has a block."""
+    for name in WHOLE:
+        ffn = _find(layer, name)
+        if isinstance(ffn, StandIn):  # swapped out at the moment
+            down = (ffn.block.down or "").removeprefix(ffn.block.entry)
+            return Family("", name, down=name + down if down else None, copies=True)
+        if ffn is not None and _is_network(ffn):
+            order = [n for n, _ in ffn.named_children()] if isinstance(ffn, nn.Sequential) else []
+            downs = (
+                f"{name}.{d}" for d in (*DOWNS, *order[::-1]) if projection_shape(_find(ffn, d))
+            )
+            return Family("", name, down=next(downs, None), copies=True)
+    for pair in PAIRS:
+        first, last = (_find(layer, name) for name in pair)
+        inner = (projection_shape(first) or (0, -1))[1], (projection_shape(last) or (-2, 0))[0]
+        if isinstance(first, StandIn) or _is_linear(first) or inner[0] == inner[1]:
+            act = next((a for a in ACTIVATIONS if hasattr(layer, a)), ACTIVATIONS[0])
+            return Family("", "+".join(pair), (pair[0], act, pair[1]), copies=True)
+    return replace(SPLIT, copies=True) if all(_find(layer, s) for s in SPLIT.steps) else None
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Has weights, is more than one projection, and needs nothing but x."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return (
+        projection_shape(module) is None
+        and len(required) <= 1
+        and any(True for _ in module.parameters())
+    )
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    """Replaced for good, by a LinearMLP: still a block, now without hidden units of its own."""
+    return hasattr(module, "linear_mlp")
+
+
+def projection_shape(module: Any) -> tuple[int, int] | None:
+    """(inputs, outputs) of a projection: Linear and its quantised kin, or the Conv1D of gpt2."""
+    for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
+        if hasattr(module, inputs) and hasattr(module, outputs):
+            return int(getattr(module, inputs)), int(getattr(module, outputs))
+    return None
+
+
+def _find(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    module = _find(model, path)
+    if module is None:
+        raise ValueError(f"{type(model).__name__} has no module {path}: blocks of another model?")
+    return module
+
+
+def depth_indices(text: str, count: int) -> list[int]:
+    """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12."""
+    chosen: set[int] = set()
+    for part in text.replace(",", " ").split():
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ValueError(f"--blocks {text!r}: {part!r} is no index and no range such as 9-12")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < count:
+            raise ValueError(
+                f"--blocks {text!r}: {part!r} is not among the model's {count} blocks, "
+                f"which are 0-{count - 1}"
+            )
+        chosen.update(range(first, last + 1))
+    if not chosen:
+        raise ValueError(f"--blocks {text!r} names no block; write indices such as 3,5,9-12")
+    return sorted(chosen)

@@ -1,0 +1,188 @@
+"""A few hidden units of a block, taken out of it: which of them write the attention sink, and how to
+compute them without the rest.
+
+    taken(model, block, [217])          # a module x (..., d_in) -> h (..., 1), from one row of weights
+    sinks(hidden, writes(model, block)) # the units that write the first position, and their shares
+
+Hidden units are what the block's last projection reads. Unit j of a gated block is
+act(gate_j . x) (up_j . x): it needs row j of each projection before the last, and nothing else. So a
+block cut down to the units S is the same module with narrower projections, whatever its family does
+between them. That it does nothing else between them is tried on random rows, not assumed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.linear.rows import Rows
+from howlinear.linear.stores import MOST
+from howlinear.models.families import Block, projection_shape
+from howlinear.models.hooks import Chain, tap
+from howlinear.models.offload import resident
+
+
+def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
+    """The chosen hidden units as a module x -> h_S with weights of its own.
+
+    A block whose units do not come out alone (experts, quantised weights, anything that mixes
+    units before the last projection) raises a ValueError.
+    """
+    made = _sliced(model, block, torch.as_tensor(units, dtype=torch.long))
+    weight = next(made.parameters())
+    x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.no_grad():
+        every, got = hidden_units(model, block)(x), made(x)
+    if not bool(every.isfinite().all()):
+        raise ValueError(f"{_name(block)} has hidden units that are not finite")
+    close = 8 * block.d_in * torch.finfo(weight.dtype).eps * every.abs().max()  # of a dot product
+    if not torch.allclose(got, every[:, list(units)], rtol=0, atol=float(close)):
+        raise ValueError(f"{_name(block)} mixes its hidden units before the last projection")
+    return made
+
+
+def hidden_units(model: nn.Module, block: Block) -> nn.Module:
+    """x -> all hidden units, by a twin of the block: nobody's hooks hear of it."""
+    if block.down is None:
+        raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
+    down = attrgetter(block.down)(model)
+    through = {down: _Through(weight_of(down))}
+    return Chain([rebuilt(attrgetter(path)(model), through) for path in block.steps])
+
+
+def hidden_count(model: nn.Module, block: Block) -> int:
+    """How many hidden units a block has; 0 where they do not come out alone."""
+    norms = writes(model, block)
+    return 0 if norms is None else len(norms)
+
+
+def writes(model: nn.Module, block: Block) -> Tensor | None:
+    """(m,) squared norms of what each hidden unit writes; None where units do not come out alone."""
+    with resident([attrgetter(path)(model) for path in block.steps if _there(model, path)]):
+        try:
+            taken(model, block, [0])
+        except ValueError:
+            return None
+        down = attrgetter(str(block.down))(model)
+        return weight_of(down).detach().cpu().double().square().sum(0)
+
+
+def _there(model: nn.Module, path: str) -> bool:
+    try:
+        attrgetter(path)(model)
+    except AttributeError:  # swapped out at the moment
+        return False
+    return True
+
+
+def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
+    """The units that write most, on rows `hidden` (n, m) of first positions: (units, shares).
+
+    A unit's energy is its mean squared activation times the squared norm of what it writes; shares
+    are of the energy of all units.
+    """
+    energy = hidden.cpu().double().square().mean(0) * norms
+    shares, units = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).topk(
+        min(most, len(energy))
+    )
+    return units, shares
+
+
+def sink_units(
+    model: nn.Module, at: Sequence[Block], run: Callable[[], Any]
+) -> dict[int, tuple[list[int], list[float]]]:
+    """The sink units of each block and their shares, on what `run` runs the model on, by index.
+
+    Blocks whose units do not come out alone are left out.
+    """
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    norms = {b.index: n for b in at if (n := writes(model, b)) is not None}
+
+    def receive(block: Block, rows: Rows) -> None:
+        assert rows.hidden is not None
+        first = rows.hidden[(rows.position == 0).nonzero().flatten()]
+        units, shares = sinks(first, norms[block.index])
+        found[block.index] = (units.tolist(), shares.tolist())
+
+    own = [b for b in at if b.index in norms]
+    if own:
+        every: dict[int, Tensor | None] = dict.fromkeys(norms)
+        with torch.no_grad(), tap(model, receive, at=own, units=every):
+            run()
+    return found
+
+
+def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
+    if block.down is None:
+        raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
+    try:
+        down, *steps = [attrgetter(path)(model) for path in (block.down, *block.steps)]
+    except AttributeError as error:  # swapped out at the moment
+        raise ValueError(f"{_name(block)} has no hidden units: {error}") from None
+    m = weight_of(down).shape[1]
+    if not all(0 <= u < m for u in units.tolist()):
+        raise ValueError(f"{_name(block)} has {m} hidden units, not {units.tolist()}")
+    narrow: dict[nn.Module, nn.Module] = {down: _Through(weight_of(down))}
+    for step in steps:
+        for module in step.modules() if isinstance(step, nn.Module) else ():
+            shape = projection_shape(module)
+            if module is down or shape is None:
+                continue
+            if shape[1] not in (m, 2 * m):
+                raise ValueError(f"{_name(block)} has a projection to {shape[1]}, not to {m} units")
+            rows = torch.cat([units + start for start in range(0, shape[1], m)])  # 2 m: gate and up
+            weight, bias = weight_of(module), getattr(module, "bias", None)
+            linear = nn.Linear(shape[0], len(rows), bias=bias is not None, device="meta")
+            at = rows.to(weight.device)
+            linear.weight = nn.Parameter(weight.detach()[at].contiguous(), requires_grad=False)
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.detach()[at], requires_grad=False)
+            narrow[module] = linear
+    return Chain([rebuilt(step, narrow) for step in steps])
+
+
+class _Through(nn.Identity):
+    """In place of the last projection. T5 asks that one for the dtype of its weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)
+
+
+def rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
+    """The same module tree with some modules replaced; what is not replaced is shared."""
+    if not isinstance(step, nn.Module):  # an activation function
+        return step
+    if step in narrow:
+        return narrow[step]
+    twin = copy.copy(step)
+    twin.__dict__ = {
+        **step.__dict__,
+        "_modules": {},
+        "_forward_hooks": {},
+        "_forward_pre_hooks": {},
+    }
+    twin.__dict__.pop("forward", None)  # bound to the original, where somebody wrapped it
+    for name, child in step._modules.items():
+        twin._modules[name] = None if child is None else rebuilt(child, narrow)
+    return twin
+
+
+def weight_of(projection: nn.Module) -> Tensor:
+    """(outputs, inputs), whichever way round it is kept."""
+    weight, shape = getattr(projection, "weight", None), projection_shape(projection)
+    if shape is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise ValueError(f"{type(projection).__name__} has no plain weights to take units from")
+    conv1d = hasattr(projection, "nf")  # gpt2's keeps (inputs, outputs)
+    if tuple(weight.shape) != (shape if conv1d else shape[::-1]):
+        raise ValueError(f"{type(projection).__name__} keeps its weights in a way of its own")
+    return weight.t() if conv1d else weight
+
+
+def _name(block: Block) -> str:
+    return f"block {block.index} ({block.path})"

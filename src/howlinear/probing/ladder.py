@@ -1,0 +1,107 @@
+"""From one matrix to the whole block: regress y on [x, the activations of k hidden units].
+
+    steps, maps = climb(model, block, fit, report, affine)
+    steps[3]["k"], steps[3]["r2"], steps[3]["parameters"]
+
+k = 0 is the affine map, k = all the block itself. Units are taken one at a time, each the one that
+lowers the squared error most given the matrix and the units before it: forward selection, done in
+closed form on the Schur complement C = S_hh - S_hx S_xx^-1 S_xh (what the matrix does not know of
+the units) and E = S_hy - S_hx S_xx^-1 S_xy. Unit j would spare |E_j|^2 / C_jj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.linear.affine import Affine
+from howlinear.linear.joint import joint_map
+from howlinear.linear.moments import Moments
+from howlinear.models.families import Block
+from howlinear.models.hooks import as_module
+from howlinear.models.units import hidden_units, taken
+from howlinear.probing.samples import CHUNK, Cast, Layer, Sample, outcome, size_of
+
+ROWS_A_COLUMN = 8  # fewer, and a step of the ladder is not fitted
+
+
+def rungs(m: int, extra: Sequence[int] = ()) -> list[int]:
+    """0, 1, 2, 4, ... m, and others that are asked for."""
+    powers = [2**i for i in range(m.bit_length()) if 2**i < m]
+    return sorted({0, m, *powers, *(k for k in extra if 0 <= k <= m)})
+
+
+def climb(
+    model: nn.Module, block: Block, fit: Sample, report: Sample, affine: Affine
+) -> tuple[list[dict[str, Any]], dict[int, Layer]]:
+    """Every rung's held-out score and parameters, and its map by k.
+
+    One more rung has as many parameters as two matrices, to stand beside `dense (2x)`. Rungs with
+    fewer than 8 fit rows a column are left out. Those that are fitted refit the matrix too.
+    """
+    every = Cast(hidden_units(model, block))
+    d, m = block.d_in, int(every(fit.x[:1]).shape[-1])
+    one = sum(p.numel() for p in taken(model, block, [0]).parameters()) + block.d_out
+    ks = rungs(m, [units_at(2 * affine.parameters, affine, one)])
+    fitted = [k for k in ks if 0 < k < m and len(fit) >= ROWS_A_COLUMN * (d + k + 1)]
+    maps: dict[int, Any] = {0: affine, m: Cast(as_module(model, block))}
+    if fitted:
+        rows = Moments(d + m, block.d_out)
+        for x, y in zip(fit.x.split(CHUNK), fit.y.split(CHUNK), strict=True):
+            with torch.no_grad():
+                rows.update(torch.cat([x, every(x).float()], 1), y)
+        order = forward_selection(rows, d, fitted[-1])
+        for k in fitted:
+            hidden = Cast(taken(model, block, order[:k]))
+            maps[k] = joint_map(rows, d, order[:k], None, hidden).to(fit.x)
+    steps = [
+        {"k": k, "parameters": size_of(maps[k]), **outcome(maps[k], affine, report).to_dict()}
+        for k in ks
+        if k in maps
+    ]
+    return steps, maps
+
+
+def units_at(parameters: int, affine: Affine, one: int) -> int:
+    """How many units fit beside the matrix into a number of parameters."""
+    return max(0, (parameters - affine.parameters) // one)
+
+
+def forward_selection(rows: Moments, d: int, most: int) -> list[int]:
+    """Units in the order in which they lower the squared error most. O(most m (m + d_out))."""
+    S, S_y = rows.gram()
+    scale = S.diagonal().clamp_min(0).sqrt()
+    scale = torch.where(scale > 0, scale, torch.inf)
+    S, S_y = S / scale / scale[:, None], S_y / scale[:, None]
+    W = _regress(S[:d, :d], torch.cat([S[:d, d:], S_y[:d]], 1))
+    m = len(S) - d
+    C = S[d:, d:] - S[d:, :d] @ W[:, :m]
+    E = S_y[d:] - S[d:, :d] @ W[:, m:]
+    floor = torch.finfo(torch.float64).eps ** 0.5  # below it a unit is a sum of what is taken
+    left = C.diagonal().clone()
+    order: list[int] = []
+    for _ in range(most):
+        gain = torch.where(left > floor, E.square().sum(1) / left.clamp_min(floor), -1.0)
+        j = int(gain.argmax())
+        if float(gain[j]) < 0:  # the rest adds nothing: in their own order
+            order += [u for u in range(m) if u not in set(order)][: most - len(order)]
+            break
+        order.append(j)
+        c = C[:, j] / C[j, j].sqrt()
+        e = E[j] / C[j, j].sqrt()
+        C.addr_(c, c, alpha=-1)
+        E.addr_(c, e, alpha=-1)
+        left = C.diagonal().clone()
+        left[order] = 0
+    return order
+
+
+def _regress(S: Tensor, B: Tensor) -> Tensor:
+    """S^-1 B, by the eigenvectors that are not noise."""
+    values, vectors = torch.linalg.eigh(S)
+    keep = values > len(S) * torch.finfo(torch.float64).eps * values[-1]
+    V = vectors[:, keep]
+    return V @ ((V.t() @ B) / values[keep, None])

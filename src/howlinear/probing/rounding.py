@@ -1,0 +1,69 @@
+"""How far a block moves when its weights are rounded: easy to quantise is not the same as linear.
+
+    rounded(model, block, bits=4)       # the block as a module, weights rounded to nearest
+
+Round to nearest, symmetric, scaled by the largest weight: int8 one scale an output row, int4 one a
+group of 128 inputs. Nothing is calibrated; activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.models.families import Block, projection_shape
+from howlinear.models.hooks import Chain
+from howlinear.models.units import rebuilt, weight_of
+from howlinear.probing.samples import Cast, Layer, Sample, errors, ratio
+
+GROUP = {8: None, 4: 128}
+
+
+def nearest(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """(out, in) rounded to 2^bits - 1 levels about zero, one scale a row and group of inputs."""
+    most = 2 ** (bits - 1) - 1
+    parts = weight.float().split(group or weight.shape[1], dim=1)
+    rounded = []
+    for part in parts:
+        scale = part.abs().amax(1, keepdim=True) / most
+        scale = torch.where(scale > 0, scale, 1.0)
+        rounded.append((part / scale).round().clamp(-most, most) * scale)
+    return torch.cat(rounded, 1).to(weight)
+
+
+def rounded(model: nn.Module, block: Block, bits: int) -> nn.Module:
+    """The block with all its projections rounded. ValueError where it has no plain ones."""
+    new: dict[nn.Module, nn.Module] = {}
+    steps = [attrgetter(path)(model) for path in block.steps]
+    for step in steps:
+        for module in step.modules() if isinstance(step, nn.Module) else ():
+            if projection_shape(module) is None:
+                continue
+            weight, bias = weight_of(module).detach(), getattr(module, "bias", None)
+            outputs, inputs = weight.shape
+            linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+            linear.weight = nn.Parameter(nearest(weight, bits, GROUP[bits]), requires_grad=False)
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+            new[module] = linear
+    if not new or block.down is None:
+        raise ValueError(f"block {block.index} ({block.path}) has no plain projections to round")
+    return Chain([rebuilt(step, new) for step in steps])
+
+
+def rounding_errors(
+    model: nn.Module, block: Block, report: Sample
+) -> tuple[dict[str, Any], dict[str, Layer]]:
+    """Squared error of the block's output over its variance, at int8 and int4."""
+    found: dict[str, Any] = {}
+    layers: dict[str, Layer] = {}
+    for bits in GROUP:
+        layer = layers[f"int{bits}"] = Cast(rounded(model, block, bits))
+        error, cosine = errors(layer, report)
+        share, se = ratio(error, report.spread, report.window)
+        body = ratio(error * report.body, report.spread_body, report.window)[0]
+        found[f"int{bits}"] = {"error": share, "error_se": se, "error_body": body, "cosine": cosine}
+    return found, layers

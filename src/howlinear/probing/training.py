@@ -1,0 +1,260 @@
+"""Layers trained by gradient descent in a block's place: depth controls, and the pitfall of training.
+
+    trained = train(dense(fit, seed=0), fit, choose)
+    trained.layer, trained.converged, trained.curve
+
+    baselines(fit, report)              # a linear layer by SGD, Adam and AdamW against the closed form
+
+A trained network is given every chance: inputs and outputs are brought to unit scale inside it, the
+step shrinks when the rows kept for stopping no longer gain, and the best state by them is kept. It
+has converged when the step has shrunk three times.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.linear.affine import Affine
+from howlinear.linear.affine import fit as least_squares
+from howlinear.linear.moments import Moments
+from howlinear.probing.bilinear import Bilinear, as_linear
+from howlinear.probing.samples import CHUNK, Layer, Sample, errors
+
+BATCH = 256
+EVERY = 250  # steps between looks at the rows kept for stopping
+PATIENCE = 3  # looks without gain before the step shrinks
+GAIN = 5e-4  # of R2: less is none
+SHRINK = 0.3
+LOOKS = 30  # points of a baseline's loss curve
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A trained layer, and how it came about."""
+
+    layer: nn.Module
+    seed: int
+    steps: int
+    seconds: float
+    converged: bool
+    chosen_at: int
+    curve: list[tuple[int, float]]  # step, R2 on the rows kept for stopping
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.layer.parameters())
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("seed", "steps", "seconds", "converged", "chosen_at", "parameters", "curve")
+        return {name: getattr(self, name) for name in names}
+
+
+class Scaled(nn.Module):
+    """A network on inputs and outputs of zero mean and unit scale; the scales are not trained."""
+
+    shift_x: Tensor
+    shift_y: Tensor
+    scale_x: Tensor
+    scale_y: Tensor
+
+    def __init__(self, inner: nn.Module, x: Tensor, y: Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        for name, value in (("shift_x", x.mean(0)), ("shift_y", y.mean(0))):
+            self.register_buffer(name, value)
+        self.register_buffer("scale_x", _nonzero(x.std(0)))
+        self.register_buffer("scale_y", _nonzero((y - y.mean(0)).square().mean().sqrt()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.inner((x - self.shift_x) / self.scale_x)
+        return inner * self.scale_y + self.shift_y
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def dense(fit: Sample, seed: int) -> nn.Module:
+    """The paper's dense (2x): Linear-GELU-Linear of width d."""
+    d, d_out = fit.x.shape[1], fit.y.shape[1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inner = nn.Sequential(nn.Linear(d, d), nn.GELU(), nn.Linear(d, d_out))
+    return Scaled(inner, fit.x, fit.y)
+
+
+def poly(fit: Sample, seed: int, rank: int = 16) -> nn.Module:
+    """The paper's poly (2x): two bilinear layers, one after the other."""
+    d, d_out = fit.x.shape[1], fit.y.shape[1]
+    g = torch.Generator().manual_seed(seed)
+    first, second = (
+        _gated(Affine(as_linear(out, d, g), torch.zeros(out), d), rank, g) for out in (d, d_out)
+    )
+    return Scaled(nn.Sequential(first, second), fit.x, fit.y)
+
+
+def seeded(affine: Affine, seed: int, rank: int = 16) -> nn.Module:
+    """The paper's seeded poly: one bilinear layer that starts at the closed form, all of it trained."""
+    return _gated(affine, rank, torch.Generator().manual_seed(seed))
+
+
+def _gated(affine: Affine, rank: int, g: torch.Generator) -> Bilinear:
+    """Products drawn as the paper draws them, gated by e^-2."""
+    left, right = as_linear(rank, affine.d_in, g), as_linear(rank, affine.d_in, g)
+    return Bilinear(affine, left, right, math.exp(-2) * as_linear(affine.d_out, rank, g))
+
+
+def train(
+    layer: nn.Module,
+    fit: Sample,
+    choose: Sample,
+    *,
+    seed: int = 0,
+    steps: int = 8000,
+    lr: float = 1e-3,
+) -> Trained:
+    """AdamW on batches of 256 rows until the rows kept for stopping gain nothing more."""
+    began = time.perf_counter()
+    g = torch.Generator().manual_seed(seed)
+    scale = float((fit.y - fit.y.mean(0)).square().mean()) or 1.0
+    adam = torch.optim.AdamW(layer.parameters(), lr=lr, fused=True)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        adam, mode="max", factor=SHRINK, patience=PATIENCE - 1, threshold=GAIN, threshold_mode="abs"
+    )
+    total = choose.spread.sum()
+
+    def r2() -> float:
+        return float(1 - errors(layer, choose)[0].sum() / total)
+
+    best, best_r2, chosen_at, done = copy.deepcopy(layer.state_dict()), r2(), 0, 0
+    curve = [(0, best_r2)]
+    converged = False
+    for done in range(1, steps + 1):
+        rows = torch.randint(len(fit), (BATCH,), generator=g)
+        loss = (layer(fit.x[rows]) - fit.y[rows]).square().mean() / scale
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        if done % EVERY and done != steps:
+            continue
+        curve.append((done, now := r2()))
+        schedule.step(now)
+        if now > best_r2:
+            best, best_r2, chosen_at = copy.deepcopy(layer.state_dict()), now, done
+        if converged := adam.param_groups[0]["lr"] < lr * SHRINK**2.5:
+            break
+    layer.load_state_dict(best)
+    layer.requires_grad_(False)
+    return Trained(layer, seed, done, time.perf_counter() - began, converged, chosen_at, curve)
+
+
+# -- the pitfall: a linear layer by gradient descent ----------------------------------------------
+
+
+def baselines(
+    fit: Sample, report: Sample, *, steps: int = 3000, seed: int = 0
+) -> tuple[dict[str, Any], dict[str, Layer]]:
+    """A linear layer by SGD, Adam and AdamW, on inputs as they are and whitened, and the closed form.
+
+    All see the same rows, the trained ones in the same order for `steps` batches of 256, with the step falling
+    linearly to zero: Adam's from 1e-3, SGD's from the largest that batches allow without diverging,
+    256 / (max |x|^2 + 255 lambda_max), lambda_max of the inputs' mean square (Ma, Bassily, Belkin
+    2018, arXiv 1712.06559).
+    """
+    whitened, whiten, condition = _whitened(fit.x)
+    rows = Moments(fit.x.shape[1], fit.y.shape[1])
+    rows.update(fit.x, fit.y)
+    exact = least_squares(rows)
+    total = float(report.spread.sum())
+
+    def r2(layer: Layer) -> float:
+        return 1 - float(errors(layer, report)[0].sum()) / total
+
+    result: dict[str, Any] = {
+        "steps": steps,
+        "batch": BATCH,
+        "input_condition": condition,
+        "r2_closed_form": r2(exact),
+        "runs": [],
+    }
+    layers: dict[str, Layer] = {}
+    for inputs, x in (("raw", fit.x), ("whitened", whitened)):
+        for name in ("sgd", "adam", "adamw"):
+            began = time.perf_counter()
+            weight, bias, lr, curve = _descend(name, x, fit.y, steps, seed)
+            layer = Affine(weight, bias, len(weight[0]))
+            if inputs == "whitened":
+                mean, root = whiten
+                folded = weight.double() @ root.t()
+                layer = Affine(folded, bias.double() - folded @ mean, layer.rank)
+            layers[f"{name} {inputs}"] = layer
+            result["runs"].append(
+                {
+                    "optimiser": name,
+                    "inputs": inputs,
+                    "lr": lr,
+                    "r2": r2(layer),
+                    "seconds": time.perf_counter() - began,
+                    "loss": curve,
+                }
+            )
+    return result, layers
+
+
+def _whitened(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], float]:
+    """x with unit covariance, how that is made of x, and the condition number of x."""
+    mean = x.double().mean(0)
+    S = sum((part.double() - mean).t() @ (part.double() - mean) for part in x.split(CHUNK))
+    assert isinstance(S, Tensor)
+    sd = (S.diagonal() / len(x)).sqrt()
+    scale = torch.where(sd > 0, sd, torch.inf)  # to unit variance first, as the closed form does
+    values, vectors = torch.linalg.eigh(S / len(x) / scale / scale[:, None])
+    keep = values > (len(values) * torch.finfo(torch.float32).eps) ** 2 * values[-1]
+    root = vectors[:, keep] / values[keep].sqrt() / scale[:, None]
+    z = torch.cat([((part.double() - mean) @ root).float() for part in x.split(CHUNK)])
+    spectrum = torch.linalg.eigvalsh(S)[-int(keep.sum()) :].clamp_min(0)
+    return z, (mean, root), math.sqrt(float(spectrum[-1] / spectrum[0]))
+
+
+def _descend(
+    name: str, x: Tensor, y: Tensor, steps: int, seed: int
+) -> tuple[Tensor, Tensor, float, list[tuple[int, float]]]:
+    """(weight, bias, first step size, [(step, mean loss of a look's batches / variance)])"""
+    g = torch.Generator().manual_seed(seed)
+    n, d, d_out = len(x), x.shape[1], y.shape[1]
+    weight, bias = torch.zeros(d_out, d), torch.zeros(d_out)
+    # with a constant feature for the bias
+    top = float(torch.linalg.eigvalsh((x.t() @ x).double() / n)[-1]) + 1
+    largest = float(x.square().sum(1).max()) + 1
+    lr = BATCH / (largest + (BATCH - 1) * top) if name == "sgd" else 1e-3
+    makes = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=lr),
+        "adam": lambda p: torch.optim.Adam(p, lr=lr, fused=True),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=lr, fused=True),
+    }
+    params = [nn.Parameter(weight), nn.Parameter(bias)]
+    optimiser = makes[name](params)
+    variance = float((y - y.mean(0)).double().square().sum() / n)
+    curve, loss = [], 0.0
+    look = max(1, steps // LOOKS)
+    with torch.no_grad():
+        for step in range(1, steps + 1):
+            rows = torch.randint(n, (BATCH,), generator=g)
+            a = x[rows]
+            error = torch.addmm(params[1], a, params[0].t()) - y[rows]
+            loss += float(error.square().sum()) / BATCH / variance
+            params[0].grad = error.t() @ a / BATCH  # of half the mean squared norm
+            params[1].grad = error.mean(0)
+            optimiser.param_groups[0]["lr"] = lr * (1 - (step - 1) / steps)
+            optimiser.step()
+            if step % look == 0:
+                curve.append((step, loss / look))
+                loss = 0.0
+    return params[0].detach(), params[1].detach(), lr, curve

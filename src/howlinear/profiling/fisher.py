@@ -1,0 +1,88 @@
+"""How much the model's predictions care about each output feature of each block: one backward pass.
+
+    care = fisher(model, at, windows, seed=0)       # block index -> (d_out,)
+    0.5 * (care[11] * mse).sum()                    # about the KL divergence of a swap, nats a token
+
+Replace a block's output y by y + e at every position. To second order the predictions move by a KL
+divergence of E[(g . e)^2] / 2 nats a token, g being the gradient by y of the log-likelihood of tokens
+drawn from the model's own predictions (Fisher's information; with the text's own tokens in their
+place it measures surprise instead). What is kept is the diagonal, E[g_j^2]. Beside the squared error
+of a map in each feature, E[e_j^2], it tells what a swap may cost without running one, under the
+assumption that errors and gradients of different features do not know of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.losses.readout import Readout
+from howlinear.models.families import Block, call_options
+from howlinear.models.hooks import evaluating
+
+TOKENS = 256  # a few hundred rank blocks as well as thousands do
+LENGTH = 64
+LOGITS = 2**24  # at a time
+
+
+def fisher(
+    model: nn.Module, at: Sequence[Block], windows: Tensor, seed: int = 0
+) -> dict[int, Tensor] | None:
+    """Mean squared gradient of each block's output features, (d_out,) float64 on the CPU.
+
+    Reads TOKENS tokens spread over the windows (n, length). None for models that predict no tokens.
+    """
+    try:
+        readout = Readout(model)
+    except (ValueError, AttributeError, TypeError):  # it is not that kind of model
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    ids = windows[:, :LENGTH]
+    count = min(len(ids), max(1, TOKENS // ids.shape[1]))
+    ids = ids[torch.linspace(0, len(ids) - 1, count).long()]
+    sums = {block.index: torch.zeros(block.d_out, dtype=torch.float64) for block in at}
+    size = max(1, LOGITS // (readout.vocabulary * ids.shape[1]))
+    for batch in ids.split(size):
+        for index, gradient in _gradients(model, at, batch.to(readout.device), generator).items():
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            sums[index] += flat.float().square().sum(0).cpu()  # mps has no float64
+    return {index: total / ids.numel() for index, total in sums.items()}
+
+
+def _gradients(
+    model: nn.Module, at: Sequence[Block], ids: Tensor, generator: torch.Generator
+) -> dict[int, Tensor]:
+    with torch.enable_grad(), evaluating(model), _leaves(model, at) as leaves:
+        logits = model(input_ids=ids, **call_options(model)).logits
+        p = logits.detach().float().softmax(-1)
+        drawn = torch.multinomial(p.flatten(0, -2).cpu(), 1, generator=generator).to(p.device)
+        p.flatten(0, -2).scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=p.dtype))
+        p[:, -1] = 0  # what follows the last token is not part of the window
+        found = torch.autograd.grad(logits, list(leaves.values()), p.to(logits))
+    return dict(zip(leaves, found, strict=True))
+
+
+@contextmanager
+def _leaves(model: nn.Module, at: Sequence[Block]) -> Iterator[dict[int, Tensor]]:
+    """Inside, zeros that can be differentiated by are added to each block's output."""
+    leaves: dict[int, Tensor] = {}
+
+    def hook(block: Block) -> Any:
+        def add(_: nn.Module, args: Any, output: Any) -> Any:
+            y = output[0] if isinstance(output, tuple) else output
+            leaves[block.index] = torch.zeros_like(y, requires_grad=True)
+            changed = y + leaves[block.index]
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return model.get_submodule(block.exit).register_forward_hook(add)
+
+    handles = [hook(block) for block in at]
+    try:
+        yield leaves
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,212 @@
+"""What a profile takes, before it starts: memory, disk and multiply-adds, from the model's shapes alone.
+
+    cost = profile_cost(model, blocks(model), windows=320, length=512)
+    cost.memory, cost.disk, cost.multiply_adds, cost.lines()
+
+Weights need not be there: a model on the meta device will do (`models.skeleton`). Counts of moments
+and files are exact; activations and the work of solving are estimates and called so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from howlinear.linear.moments import Moments
+from howlinear.linear.stores import MOST, SAMPLE, SOLVERS, is_wide
+from howlinear.models.families import Block, backbone, projection_shape
+from howlinear.profiling.layerwise import stack_of
+from howlinear.records.words import size
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and multiply-adds."""
+
+    tokens: int
+    parameters: int
+    weights: int  # in memory at once
+    moments: int  # of the blocks measured at once, with what solving one of them takes
+    activations: int  # of one batch, about
+    kept: int  # disk: the run's moments and maps
+    states: int  # disk: hidden states between layers, while it runs
+    saves: int  # disk: the last save and the next of what is measured at once, while it runs
+    passes: int  # over the text
+    walks: int  # how often each window is run: passes, or layers one by one
+    forward: int  # multiply-adds of the model, without its head
+    sums: int
+    solving: int  # about
+
+    @property
+    def memory(self) -> int:
+        return self.weights + self.moments + self.activations
+
+    @property
+    def disk(self) -> int:
+        return self.kept + self.states + self.saves
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.forward + self.sums + self.solving
+
+    def lines(self) -> list[str]:
+        """For people."""
+        states = f", hidden states {size(self.states)}" if self.states else ""
+        passes = f" in {self.passes} passes over the text" if self.passes > 1 else ""
+        return [
+            f"{self.tokens} tokens, {_count(self.parameters)} parameters",
+            f"memory {size(self.memory)}: weights {size(self.weights)}, moments "
+            f"{size(self.moments)}, activations about {size(self.activations)}",
+            f"disk {size(self.kept)} for moments and maps, {size(self.disk)} while it runs (saves "
+            f"{size(self.saves)}{states})",
+            f"work {self.multiply_adds:.1e} multiply-adds{passes}: model {self.forward:.1e}, sums "
+            f"{self.sums:.1e}, solving about {self.solving:.1e}",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        totals = {"memory": self.memory, "disk": self.disk, "multiply_adds": self.multiply_adds}
+        return {"kind": "cost", **totals, **self.__dict__}
+
+
+def profile_cost(
+    model: nn.Module,
+    at: Sequence[Block],
+    *,
+    windows: int,
+    length: int,
+    batch_size: int = 8,
+    folds: int = 5,
+    solver: str = "moments",
+    together: int | None = None,
+    layerwise: bool = False,
+) -> Cost:
+    """What measuring these blocks on so many windows takes."""
+    tokens = windows * length
+    if layerwise:
+        layers, where = stack_of(model, at)
+        groups = [[b for b in at if where[b] == i] for i in range(len(layers))]
+    else:
+        count = together or len(at)
+        groups = [list(at[i : i + count]) for i in range(0, len(at), count)]
+    groups = [group for group in groups if group]
+    parameters = list(model.parameters())
+    item = parameters[0].element_size()
+    if layerwise:
+        weights = max(_elements(layer) for layer in layers) + _embedding(model)
+    else:
+        weights = sum(p.numel() for p in parameters)
+    width = max(b.d_in for b in at)
+    inner = max(
+        [
+            width,
+            *(s[1] for m in model.modules() if (s := projection_shape(m)) and _inside(m, model)),
+        ]
+    )
+    passes = 1 if layerwise else len(groups)
+    return Cost(
+        tokens=tokens,
+        parameters=sum(p.numel() for p in parameters),
+        weights=item * weights,
+        moments=max(needs(group, windows, folds, solver).memory for group in groups),
+        activations=item * batch_size * length * (8 * width + 3 * inner),
+        kept=needs(at, windows, folds, solver).disk,
+        states=2 * item * tokens * width if layerwise else 0,
+        saves=2 * max(needs(group, windows, folds, solver).disk for group in groups),
+        passes=passes,
+        walks=1 + max(where[b] for b in at) if layerwise else passes,
+        forward=passes * _forward(model, tokens, length),
+        sums=tokens * sum(_row(b) for b in at),
+        solving=sum(_solving(b, folds) for b in at),
+    )
+
+
+def most_together(
+    at: Sequence[Block], windows: int, folds: int, solver: str, memory: int
+) -> int | None:
+    """How many blocks' moments fit into memory at once; None if not even one's."""
+    for passes in range(1, len(at) + 1):
+        count = -(-len(at) // passes)
+        groups = (at[i : i + count] for i in range(0, len(at), count))
+        if max(needs(group, windows, folds, solver).memory for group in groups) <= memory:
+            return count
+    return None
+
+
+def _count(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _embedding(model: nn.Module) -> int:
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    return 0 if table is None else _elements(table)
+
+
+def _inside(module: nn.Module, model: nn.Module) -> bool:
+    """Not the language-model head, which is not run."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return module is not head
+
+
+def _forward(model: nn.Module, tokens: int, length: int) -> int:
+    """Every weight of the backbone's matrices once a token, and attention over a window."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    net = backbone(model)
+    table = getattr(net, "get_input_embeddings", lambda: None)()
+    total = 0
+    for module in net.modules():
+        if module is table or isinstance(module, nn.Embedding):
+            continue
+        for p in module.parameters(recurse=False):
+            if p.dim() == 3:  # experts: of so many, a token meets a few
+                total += p.numel() * int(getattr(config, "num_experts_per_tok", 1)) // p.shape[0]
+            elif p.dim() == 2:
+                total += p.numel()
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    head = getattr(config, "head_dim", None) or (
+        (getattr(config, "hidden_size", 0) or 0) // max(heads, 1)
+    )
+    layers = getattr(config, "num_hidden_layers", 0) or 0
+    return int(tokens * (total + 2 * length * heads * head * layers))
+
+
+def _row(block: Block) -> int:
+    """Multiply-adds of one row's products."""
+    return Moments(block.d_in + (MOST if block.down else 0), block.d_out).size
+
+
+def _solving(block: Block, folds: int) -> int:
+    """Two fits a fold, the learning curve and the saved map; eigenvectors twice."""
+    d, fits = block.d_in, 3 * folds - 1
+    return fits * (d**3 // 6 + d * d * block.d_out) + 20 * d**3
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a profile takes beside the model and its activations."""
+
+    memory: int
+    disk: int
+
+
+def needs(at: Sequence[Block], windows: int, folds: int, solver: str = "moments") -> Needs:
+    """What a profile of `windows` windows will take, before it starts."""
+    memory = disk = work = 0
+    for block in at:
+        d = block.d_in + (MOST if block.down else 0)
+        width = d + block.d_out
+        each = 8 * SOLVERS[solver](d, block.d_out).size
+        rows = min(4 * windows * width, folds * each)  # first positions
+        sample = 4 * SAMPLE * width if block.stream else 0
+        memory += folds * each + rows + sample + 8 * d * block.d_out
+        disk += folds * each + rows + sample + 8 * d * block.d_out
+        work = max(work, 2 * each + 80 * width * width)  # factoring one block
+    return Needs(memory + work * (1 if is_wide(at) else torch.get_num_threads()), disk)

@@ -1,0 +1,245 @@
+"""Results as values: frozen dataclasses that are written to JSON and read back checked.
+
+    write_json("run/profile.json", profile.to_dict())
+    read_json("run/profile.json", kind="profile")["blocks"][3]["r2"]
+
+This is the one place that names the fields of the files in a run folder. Numbers that are not
+finite become null. Files are written under a temporary name and renamed, so that a reader sees
+the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from typing import Any, Self
+
+TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "None": type(None),
+    "list[int]": list,
+    "list[float]": list,
+    "list[list[float]]": list,
+    "dict[str, float]": dict,
+    "dict[str, Any]": dict,
+}
+LARGEST = 1e100  # nothing that is measured comes near; squares of what is beyond overflow
+COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
+
+
+class _Record:
+    """One block's fields, to and from JSON."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        every: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
+        if missing := [f.name for f in every if f.default is MISSING and f.name not in data]:
+            raise ValueError(f"a block lacks {', '.join(missing)}")
+        given = [f for f in every if f.name in data]  # an older file may lack what has a default
+        for f in given:
+            value, types = data[f.name], str(f.type).split(" | ")
+            if not any(_admits(t, value) for t in types) and not (
+                value is None and "float" in types
+            ):
+                raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
+            if f.name in COUNTS and value is not None and value < 0:
+                raise ValueError(f"a block's {f.name} is {value}, expected a count")
+        return cls(**{f.name: data[f.name] for f in given})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+
+def _admits(annotation: str, value: Any) -> bool:
+    """Does a field of this type hold this? null stands for NaN in a float's place."""
+    if isinstance(value, bool) or not isinstance(value, TYPES[annotation]):
+        return False
+    if isinstance(value, int | float):
+        return abs(value) < LARGEST
+    if annotation == "dict[str, float]":
+        return all(v is None or _admits("float", v) for v in value.values())
+    if annotation == "list[float]":
+        return all(v is None or _admits("float", v) for v in value)
+    if annotation == "list[int]":
+        return all(_admits("int", v) and v >= 0 for v in value)
+    if annotation == "list[list[float]]":  # pairs
+        return all(_admits("list[float]", v) and len(v) == 2 and None not in v for v in value)
+    return True
+
+
+@dataclass(frozen=True)
+class BlockProfile(_Record):
+    """How linear one block is. Every field is defined in docs/fields.md."""
+
+    index: int
+    path: str
+    d_in: int
+    d_out: int
+    kind: str
+    safety: str
+    r2: float
+    r2_se: float | None
+    r2_body: float | None
+    r2_body_se: float | None
+    r2_scalar: float
+    r2_feature: dict[str, float]
+    r2_curve: list[float] | None
+    first_share: float | None
+    sink_units: list[int] | None
+    sink_shares: list[float] | None
+    effective_rank: int | None
+    input_rank: int
+    input_condition: float | None
+    input_participation: float
+    input_range: float | None
+    stream_error: float | None
+    stream_error_se: float | None
+    swap_signal: float | None
+    rmse: float
+    residual_norm: float
+    output_norm: float
+    n_fit: int
+    n_heldout: int
+    rows_per_column: float
+    fold_sums: list[list[float]] | None = None
+    input_spectrum: list[list[float]] | None = None
+    map_spectrum: list[list[float]] | None = None
+
+
+@dataclass(frozen=True)
+class BlockExpert(_Record):
+    """How linear one expert of a mixture is, on the tokens that it was given."""
+
+    index: int
+    expert: str
+    path: str
+    d_in: int
+    d_out: int
+    tokens: int
+    share: float
+    r2: float | None
+    r2_se: float | None
+    r2_body: float | None
+    r2_scalar: float | None
+    effective_rank: int | None
+    input_rank: int | None
+    rmse: float | None
+    residual_norm: float | None
+    output_norm: float | None
+    n_fit: int
+    rows_per_column: float
+    fold_sums: list[list[float]] | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class BlockSwap(_Record):
+    """What replacing one block by its map costs. Every field is defined in docs/fields.md."""
+
+    index: int
+    path: str
+    units: list[int]
+    weighting: str
+    delta_nll: float | None
+    delta_nll_se: float | None
+    delta_ppl: float | None
+    delta_ppl_se: float | None
+    kl: float | None
+    kl_se: float | None
+    top1: float | None
+    top1_se: float | None
+    delta_nll_plain: float | None
+    delta_nll_zero: float | None
+    delta_nll_mean: float | None
+    delta_ppl_plain: float | None
+    delta_ppl_zero: float | None
+    delta_ppl_mean: float | None
+    cosine: float
+    rmse: float
+    stream_error: float | None
+    params_saved: int
+    multiply_adds_saved: int | None
+    swap_signal: float | None
+
+
+@dataclass(frozen=True)
+class ExpertSwap(_Record):
+    """What replacing one expert of a mixture by its map costs."""
+
+    index: int
+    expert: str
+    path: str
+    tokens: int
+    r2: float | None
+    delta_nll: float
+    delta_nll_se: float
+    delta_ppl: float
+    delta_ppl_se: float
+    kl: float
+    kl_se: float
+    top1: float
+    top1_se: float
+    params_saved: int
+
+
+@dataclass(frozen=True)
+class BlockProbe(_Record):
+    """What one block's map leaves is made of, by kind of probe. Fields are in docs/fields.md."""
+
+    index: int
+    path: str
+    r2: float
+    r2_body: float
+    linear: dict[str, Any]
+    bilinear: dict[str, Any] | None = None
+    degree: dict[str, Any] | None = None
+    units: dict[str, Any] | None = None
+    dense: dict[str, Any] | None = None
+    poly: dict[str, Any] | None = None
+    seeded: dict[str, Any] | None = None
+    trained: dict[str, Any] | None = None
+    where: dict[str, Any] | None = None
+    quantised: dict[str, Any] | None = None
+    healing: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class BlockPlan(_Record):
+    """What becomes of one block. Fields are in docs/fields.md."""
+
+    index: int
+    path: str
+    rank: int | None  # of the matrix; null: full, 0: no matrix
+    units: int  # hidden units kept
+
+
+@dataclass(frozen=True)
+class BlockCompression(_Record):
+    """What became of one block. Fields are in docs/fields.md."""
+
+    index: int
+    path: str
+    replaced: int
+    rank: int | None
+    units: list[int]
+    parameters: int
+    parameters_left: int
+    kl_alone: float | None
+
+
+#: what a monitor keeps of a block's profile
+MONITORED = (
+    "index",
+    "r2",
+    "r2_se",
+    "r2_body",
+    "r2_body_se",
+    "r2_scalar",
+    "first_share",
+    "effective_rank",
+    "input_participation",
+    "residual_norm",
+    "output_norm",
+)

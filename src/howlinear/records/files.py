@@ -1,0 +1,138 @@
+"""JSON files that are written whole and read checked.
+
+    write_json("run/profile.json", profile.to_dict())
+    read_json("run/profile.json", kind="profile")["blocks"][3]["r2"]
+
+Numbers that are not finite become null. A file is written under a temporary name and renamed: a
+reader sees the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from howlinear.records.fields import _Record
+
+SCHEMA = 1
+MAX_JSON = 64 * 2**20  # bytes; a larger file is not one of ours
+
+
+def clean(value: Any) -> Any:
+    """The same value with numbers that JSON cannot hold as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    return value
+
+
+def dumps(data: Mapping[str, Any], *, ascii_only: bool = False) -> str:
+    return json.dumps(clean(data), indent=1, allow_nan=False, ensure_ascii=ascii_only)
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    with atomic(path) as temporary:
+        temporary.write_text(dumps(data) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path, kind: str) -> dict[str, Any]:
+    """A file that this package wrote, checked for kind and schema; ValueError in one line otherwise."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"{path} is larger than any file of ours ({MAX_JSON} bytes)")
+        data = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: is {path.parent} a run folder?") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
+        raise ValueError(f"{path} is not a readable JSON file: {_one_line(err)}") from None
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        raise ValueError(f"{path} is not a howlinear {kind} file")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+            f"make it anew or install the howlinear that wrote it"
+        )
+    return data
+
+
+R = TypeVar("R", bound=_Record)
+
+
+def blocks_of(path: str | Path, data: Mapping[str, Any], record: type[R]) -> list[R]:
+    """The blocks that a file lists, checked; ValueError in one line if they are not as expected."""
+    listed = data.get("blocks")
+    if not (isinstance(listed, list) and listed and all(isinstance(b, dict) for b in listed)):
+        raise ValueError(f"{path} lists no blocks")
+    try:
+        return [record.from_dict(b) for b in listed]
+    except (ValueError, TypeError) as err:
+        raise ValueError(f"{path}: {err}") from None
+
+
+def check_same(folder: Path, before: Any, now: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings, and name them."""
+    if not isinstance(before, dict):
+        raise ValueError(f"{folder / 'progress.json'} is damaged: pass --overwrite to start again")
+    for name in now:
+        if before.get(name) != now[name]:
+            raise ValueError(
+                f"{folder} holds an unfinished profile with another {name} ({before.get(name)}, now "
+                f"{now[name]}): ask for the same to go on, or pass --overwrite to start again"
+            )
+
+
+def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the rows of a monitor.jsonl; ValueError in one line if it is not one."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"{path} is larger than any file of ours ({MAX_JSON} bytes)")
+        lines = path.read_bytes().decode("utf-8").splitlines()
+        header, *rows = (json.loads(line, parse_constant=_no_constant) for line in lines)
+    except (OSError, ValueError, RecursionError) as err:
+        raise ValueError(f"{path} is not a readable monitor file: {_one_line(err)}") from None
+    known = isinstance(header, dict) and header.get("kind") == "monitor"
+    if not known or header.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a howlinear monitor file of schema {SCHEMA}")
+    for row in rows:
+        ok = isinstance(row, dict) and type(row.get("step")) is int
+        if not ok or not isinstance(row.get("blocks"), list):
+            raise ValueError(f"{path}: a row has no step or no blocks")
+    return header, rows
+
+
+def _no_constant(name: str) -> float:
+    raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
+
+
+def _one_line(err: Exception) -> str:
+    return str(err).splitlines()[0] if str(err) else type(err).__name__
+
+
+@contextlib.contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """A temporary file beside `path` that replaces it when the block ends well, else is removed."""
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,229 @@
+"""The figures of the paper (arXiv 2606.19379), and a run's beside them.
+
+    found = reproduce_run("runs/reproduce-gpt2")     # made by `howlinear profile --protocol paper`
+    found.name, found.notes                          # which of the paper's models, how sure
+    found.blocks[3]["r2_scalar"]                     # {"ours": , "paper": , "difference": }
+    found.summary["r2_scalar"]["pearson"]
+
+Everything is read from the files of a run, which may come from anywhere; no model is loaded. A model
+that the paper did not measure has our numbers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
+from howlinear.records.files import SCHEMA, blocks_of, read_json
+from howlinear.records.statistics import pearson
+
+Values = dict[int, float | None]  # by block
+
+#: what the paper reports of every block, by the names of our fields
+QUANTITIES = ("r2_scalar", "r2_feature_median", "effective_rank", "delta_ppl", "bilinear_gain")
+BLOCKS, WIDTH = 12, 768  # of all three models
+PREDICTED = 14_859  # tokens: 117 windows of 128, all but the first of each
+CUT = "windows-128"
+RANK = 16  # of the bilinear probe
+
+
+@cache
+def paper() -> dict[str, Any]:
+    """The paper's figures, block by block."""
+    found: dict[str, Any] = json.loads(
+        resources.files("howlinear.records").joinpath("paper.json").read_text(encoding="utf-8")
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A run by the paper's protocol. `name` is the paper's model that it is, None if it is none."""
+
+    run: str
+    name: str | None
+    blocks: list[dict[str, Any]]
+    notes: list[str]
+    about: dict[str, Any] = field(default_factory=dict)  # model, corpus, settings of the run
+
+    @property
+    def measured(self) -> list[str]:
+        """Which of the paper's quantities this run holds."""
+        return [q for q in QUANTITIES if any(q in b for b in self.blocks)]
+
+    @property
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """How alike the columns are, for every quantity that both have."""
+        if self.name is None:
+            return {}
+        return {q: alike([(b["index"], b[q]) for b in self.blocks]) for q in self.measured}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "paper_model": self.name,
+            **self.about,
+            "summary": self.summary,
+            "notes": self.notes,
+            "blocks": self.blocks,
+        }
+
+
+def document(
+    results: list[Reproduction], unreached: Mapping[str, str], command: str
+) -> dict[str, Any]:
+    """What `howlinear reproduce --json` prints."""
+    head = {"kind": "reproduce", "schema": SCHEMA, "source": paper()["source"], "command": command}
+    return {**head, "unreached": dict(unreached), "results": [r.to_dict() for r in results]}
+
+
+def reproduce_run(run: str | Path) -> Reproduction:
+    """A run that followed the paper's protocol, beside the paper's figures for its model."""
+    run = Path(run)
+    data = read_json(run / "profile.json", "profile")
+    about = {part: _dict(data.get(part)) for part in ("model", "corpus", "settings")}
+    if about["settings"].get("protocol") != "paper":
+        model = _dict(data.get("asked")).get("model")
+        again = ["howlinear", "profile", *([str(model)] if model else [])]
+        command = shlex.join([*again, "--protocol", "paper", "-o", f"{run}-paper"])
+        raise ValueError(f"{run} does not follow the paper's protocol: run `{command}`")
+    blocks = blocks_of(run / "profile.json", data, BlockProfile)
+    name, notes = which(about["model"], blocks)
+    notes += _departures(**about)
+    found: dict[str, Values] = {
+        "r2_scalar": {b.index: b.r2_scalar for b in blocks},
+        "r2_feature_median": {b.index: b.r2_feature.get("median") for b in blocks},
+        "effective_rank": {b.index: b.effective_rank for b in blocks},
+    }
+    if costs := _swap_costs(run, notes):
+        found["delta_ppl"] = costs
+    if gains := _gains(run, blocks, notes):
+        found["bilinear_gain"] = gains
+    return Reproduction(str(run), name, beside(blocks, found, name), notes, about)
+
+
+def which(model: Mapping[str, Any], blocks: list[BlockProfile]) -> tuple[str | None, list[str]]:
+    """The paper's model that this one is, and what was assumed."""
+    models, id = paper()["models"], str(model.get("id"))
+    fits = all(b.d_in == WIDTH and b.index < BLOCKS for b in blocks)
+    for name, known in models.items():
+        if fits and id in (name, known["id"]):
+            return name, []
+    shape = (model.get("family"), model.get("parameters"))
+    for name, known in models.items():
+        if fits and shape == (known["family"], known["parameters"]):
+            return name, [
+                f"{id} is taken for the paper's {name}, by its architecture and "
+                f"{known['parameters']:,} parameters; other weights would look the same"
+            ]
+    called = id.rstrip("/").split("/")[-1]
+    if called in models:
+        return None, [f"{id} has the name of the paper's {called}, but not its shape"]
+    return None, ["the paper did not measure this model: these are our numbers alone"]
+
+
+def beside(
+    blocks: list[BlockProfile], found: Mapping[str, Values], name: str | None
+) -> list[dict[str, Any]]:
+    """A row a block: our values, the paper's and the differences."""
+    theirs = paper()["models"][name] if name else {}
+    rows = []
+    for b in blocks:
+        row: dict[str, Any] = {"index": b.index, "path": b.path, "r2": b.r2, "r2_body": b.r2_body}
+        for quantity, values in found.items():
+            ours = _number(values.get(b.index))
+            known = theirs[quantity][b.index] if name else None
+            difference = None if ours is None or known is None else ours - known
+            row[quantity] = {"ours": ours, "paper": known, "difference": difference}
+        rows.append(row)
+    return rows
+
+
+def alike(cells: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Correlation over the blocks that both have (three or more), and where they differ most."""
+    both = [(index, cell) for index, cell in cells if cell["difference"] is not None]
+    if not both:
+        return {"blocks": 0, "pearson": None, "largest_difference": None, "at": None}
+    at, most = max(both, key=lambda pair: abs(pair[1]["difference"]))
+    ours, theirs = ([float(cell[side]) for _, cell in both] for side in ("ours", "paper"))
+    return {
+        "blocks": len(both),
+        "pearson": pearson(ours, theirs) if len(both) > 2 else None,
+        "largest_difference": most["difference"],
+        "at": at,
+    }
+
+
+def _departures(
+    model: Mapping[str, Any], corpus: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+    """What the run did otherwise than the paper, in one note."""
+    wanted = paper()
+    odd = [
+        f"{settings.get(key)!s:.20} {what} instead of {right}"
+        for key, what, right in (
+            ("tokens", "tokens", wanted["tokens"]),
+            ("window", "tokens a window", wanted["window"]),
+        )
+        if settings.get(key) != right
+    ]
+    if settings.get("bos") != "never":
+        odd.append("windows begin with BOS")
+    if corpus.get("fingerprint") != wanted["text_sha256"]:
+        odd.append(f"another text ({corpus.get('name')!s:.60})")
+    if model.get("dtype") != "float32":
+        odd.append(f"computed in {model.get('dtype')!s:.20}")
+    if model.get("quantization") is not None:
+        odd.append(f"weights quantised ({model['quantization']!s:.20})")
+    return [f"unlike the paper: {', '.join(odd)}"] if odd else []
+
+
+def _swap_costs(run: Path, notes: list[str]) -> Values:
+    """What plain least squares costs in perplexity, where that was measured in the paper's windows."""
+    path = run / "swap.json"
+    if not path.exists():
+        return {}
+    data = read_json(path, "swap")
+    settings, base = _dict(data.get("settings")), _dict(data.get("base"))
+    if settings.get("protocol") != CUT:
+        notes.append(f"swap.json is left out: its protocol is not {CUT}")
+        return {}
+    if base.get("tokens") != PREDICTED:
+        told = f"{base.get('tokens')!s:.20} tokens, the paper's on about {PREDICTED}"
+        notes.append(f"dPPL is measured on {told} (`howlinear swap RUN --tokens {PREDICTED}`)")
+    return {b.index: b.delta_ppl_plain for b in blocks_of(path, data, BlockSwap)}
+
+
+def _gains(run: Path, blocks: list[BlockProfile], notes: list[str]) -> Values:
+    """Gains of the bilinear probe, as shares of the variance around one scalar mean."""
+    path = run / "probe.json"
+    if not path.exists():
+        return {}
+    probes = {b.index: b.bilinear for b in blocks_of(path, read_json(path, "probe"), BlockProbe)}
+    found: Values = {}
+    for b in blocks:
+        probe = probes.get(b.index) or {}
+        gain, r2, scalar = (_number(v) for v in (probe.get("gain"), b.r2, b.r2_scalar))
+        if (probe.get("solver"), probe.get("rank")) != ("paper", RANK):
+            continue
+        if gain is not None and r2 is not None and scalar is not None and r2 < 1:
+            found[b.index] = gain * (1 - scalar) / (1 - r2)
+    if not found:
+        way = f"--kind bilinear --solver paper --rank {RANK}"
+        notes.append(f"probe.json is left out: it was not made by `howlinear probe RUN {way}`")
+    return found
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
