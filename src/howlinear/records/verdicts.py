@@ -1,8 +1,15 @@
-"""What a profile means in words. The thresholds are conventions, stated in docs/fields.md."""
+"""Verdicts on a block and the thresholds they use: conventions, stated in docs/fields.md.
+
+Costs are in nats per token. Below `SAFE` a swap is called safe, from `COSTLY` on costly.
+"""
 
 from __future__ import annotations
 
 import math
+
+SAFE, COSTLY = 0.03, 0.1  # nats per token
+HIGH_R2, LOW_R2 = 0.75, 0.4
+FIRST_SHARE = 0.5  # share of a block's variance that first positions carry
 
 KINDS = (
     "broadly linear",
@@ -11,33 +18,35 @@ KINDS = (
     "partly linear",
     "nonlinear",
 )
+SAFETY = ("likely safe", "some cost", "costly", "sink", "unknown")
 
 
 def kind_of(r2: float, r2_body: float, median: float, first_share: float, rank_share: float) -> str:
-    """A block's profile in plain words. The thresholds are conventions, stated in docs/fields.md."""
+    """One of KINDS. `median` is the median feature's R2, `rank_share` effective rank over width."""
     if math.isnan(r2_body):  # every row is a first position
         r2_body = r2
-    if first_share >= 0.5 and r2 - r2_body >= 0.2:
+    if first_share >= FIRST_SHARE and r2 - r2_body >= 0.2:
         return "first-position only"
-    if r2_body >= 0.75 and median >= 0.5:
+    if r2_body >= HIGH_R2 and median >= 0.5:
         return "broadly linear"
     if r2 >= 0.5 and (median < 0.5 * r2 or rank_share <= 0.02):
         return "outlier-concentrated"
-    return "partly linear" if r2_body >= 0.4 else "nonlinear"
+    return "partly linear" if r2_body >= LOW_R2 else "nonlinear"
 
 
-SAFETY = ("likely safe", "some cost", "costly", "sink", "unknown")
+def cost_level(nats: float) -> int:
+    """0: safe, 1: some cost, 2: costly."""
+    return (nats >= SAFE) + (nats >= COSTLY)
 
 
 def safety_of(
     swap_signal: float | None, first_share: float | None, sink_shares: list[float] | None
 ) -> str:
-    """May this block become one matrix? In plain words; conventions, stated in docs/fields.md."""
+    """One of SAFETY, from the estimated cost of replacing a block by one matrix."""
     if swap_signal is None or math.isnan(swap_signal):
         return "unknown"
-    if swap_signal < 0.03:
-        return "likely safe"
-    if swap_signal < 0.1:
-        return "some cost"
-    made_by_few = sink_shares is not None and sum(sink_shares) >= 0.5
-    return "sink" if made_by_few and (first_share or 0.0) >= 0.5 else "costly"
+    level = cost_level(swap_signal)
+    few_units = sink_shares is not None and sum(sink_shares) >= 0.5
+    if level == 2 and few_units and (first_share or 0.0) >= FIRST_SHARE:
+        return "sink"
+    return SAFETY[level]

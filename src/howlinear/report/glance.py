@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from howlinear.records.verdicts import COSTLY, SAFE
 from howlinear.records.words import number, percent, ranges
 from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run, inside
-from howlinear.report.verdicts import COSTLY, MEASURED, SAFE, SAFE_WORDS, verdict
+from howlinear.report.verdicts import MEASURED, SAFE_WORDS, verdict
 
 
 def spaced(indices: list[int]) -> str:

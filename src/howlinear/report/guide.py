@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from howlinear.records.verdicts import COSTLY, SAFE
 from howlinear.records.words import percent
 from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run
-from howlinear.report.verdicts import COSTLY, SAFE
 
 WORDS = {
     "R2": "the share of the variance of a block's output, on text that was not fitted, that the "

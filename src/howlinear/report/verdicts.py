@@ -10,9 +10,9 @@ It is safe only if two standard errors more would still be; if not, it is "safe 
 from __future__ import annotations
 
 from howlinear.records.fields import BlockProfile, BlockSwap
+from howlinear.records.verdicts import COSTLY, HIGH_R2, SAFE, cost_level
 from howlinear.records.words import compact, finite, number, percent, percent_se
 
-SAFE, COSTLY = 0.03, 0.1  # nats a token
 ESTIMATED = ("likely safe", "likely some cost", "likely costly")
 SAFE_WORDS = ("safe", "safe with units")
 MEASURED = (*SAFE_WORDS, "safe so far", "some cost", "costly")
@@ -75,7 +75,7 @@ def _estimated(b: BlockProfile) -> tuple[str, str]:
     signal = finite(b.swap_signal)
     if signal is None:
         return "not measured", "Not swapped, and there is no estimate: howlinear swap measures."
-    word = ESTIMATED[(signal >= SAFE) + (signal >= COSTLY)]
+    word = ESTIMATED[cost_level(signal)]
     size = f"about {percent(signal)} perplexity by the profile's estimate, not yet measured"
     if b.safety == "sink":
         return word, f"As one matrix alone {size}; with its sink units kept likely far less."
@@ -89,7 +89,7 @@ def _remarks(b: BlockProfile, cost: float | None) -> list[str]:
         found.append(
             f"R2 {number(b.r2, 2)} is the first position's doing: {number(b.r2_body, 2)} without it."
         )
-    elif cost is not None and b.r2 >= 0.75 and cost >= COSTLY:
+    elif cost is not None and b.r2 >= HIGH_R2 and cost >= COSTLY:
         found.append(f"R2 {number(b.r2, 2)} promised better: the model cares about the rest.")
     elif cost is not None and b.r2 < 0.6 and cost < SAFE:
         found.append(f"R2 is only {number(b.r2, 2)}, but little depends on what is lost.")
