@@ -190,7 +190,7 @@ def test_interrupting_leaves_nothing(tmp_path):
 
 
 def test_help_needs_no_torch():
-    code = "import sys; sys.argv = ['howlinear', 'profile', '--help']; from howlinear.cli import main\n"
+    code = "import sys; sys.argv = ['howlinear', 'profile', '--help']; from howlinear.cli.app import main\n"
     code += "try: main()\nexcept SystemExit: pass\n"
     code += "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

