@@ -8,6 +8,7 @@ import math
 import random
 import re
 from html.parser import HTMLParser
+from io import BytesIO
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -16,7 +17,7 @@ import scipy.stats
 
 from howlinear.report import draw, page, read_run, read_runs
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
-from howlinear.report.files import cell, drawings, write_figures
+from howlinear.report.files import cell, converted, drawings, write_figures
 from howlinear.report.markup import json_inside, tag
 from howlinear.report.styles import DARK, LIGHT, RUNS, heat
 from howlinear.report.svg import standalone
@@ -571,7 +572,7 @@ def test_a_page_of_thirty_blocks_with_everything_is_small(tmp_path):
 
 
 def test_files_of_figures(made, tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("typst")
     _, figures, _ = made
     chosen = [figures["profile"], figures["training"]]
     written = write_figures(chosen, tmp_path / "figures")
@@ -592,18 +593,42 @@ def test_files_of_figures(made, tmp_path):
     assert [m.part for m in curves] == ["r0 b7", "r0 b7"]
 
 
-def test_a_png_holds_the_marks_of_its_colour(made, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("matplotlib")
-    from howlinear.report.painting import paint
-
+@pytest.fixture
+def sample():
+    """A box, a dashed line and a turned label in the classes of the stylesheet."""
     canvas = Canvas(100, 60)
     canvas.box((10, 10), (50, 30), "c1")
-    paint(canvas, tmp_path / "a.png", "png", "a")
-    picture = image.open(tmp_path / "a.png").convert("RGB")
-    want = tuple(int(LIGHT["c1"][i : i + 2], 16) for i in (1, 3, 5))
-    assert picture.getpixel((60, 40)) == want
+    canvas.line([(0, 50), (100, 50)], "c0", "dash wide")
+    canvas.text((80, 30), "turned", turned=True)
+    return standalone(canvas, "a")
+
+
+def test_a_png_holds_marks_dashes_and_turned_text(sample):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("typst")
+    picture = image.open(BytesIO(converted(sample, "a", "png"))).convert("RGB")
+
+    def colour(name):
+        return tuple(int(LIGHT[name][i : i + 2], 16) for i in (1, 3, 5))
+
+    assert picture.size == (200, 120)
+    assert picture.getpixel((60, 40)) == colour("c1")
     assert picture.getpixel((60, 80)) == (255, 255, 255)
+    row = [picture.getpixel((x, 100)) for x in range(200)]
+    assert 0.55 < row.count(colour("c0")) / 200 < 0.7  # 6 pixels on, 3 off, soft edges
+    inked = [
+        (x, y) for x in range(120, 200) for y in range(90) if sum(picture.getpixel((x, y))) < 200
+    ]
+    wide, high = (max(p[i] for p in inked) - min(p[i] for p in inked) for i in (0, 1))
+    assert high > 2 * wide
+
+
+def test_a_pdf_is_the_same_every_time_and_has_a_font_of_its_own(sample):
+    pytest.importorskip("typst")
+    once, again = (converted(sample, "a", "pdf") for _ in range(2))
+    assert once == again
+    assert b"CreationDate" not in once
+    assert b"DejaVuSansMono" in converted(sample, "a", "pdf", system_fonts=False)
 
 
 def test_the_command_writes_a_page_and_says_where(full, tmp_path, here):

@@ -6,8 +6,8 @@
     panel.dot(3, 0.35, "c0", about="block 3: 0.35")
 
 Coordinates are pixels from the top left. Colours are names that a stylesheet resolves (`styles`),
-so that the same marks serve a page in light and in dark, a file, and matplotlib. `part` names what
-is shown or hidden together.
+so the same marks serve a page in light and in dark, and files. Marks of one `part` are shown or
+hidden together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures as files: SVG and the numbers as CSV always, PNG and PDF where matplotlib is installed.
+"""Figures as files: SVG and the numbers as CSV; PNG and PDF too where typst is installed (extra `plot`).
 
 write_figures(figures, "figures")   # figures/profile.svg, figures/profile.csv, ...
 """
@@ -9,6 +9,7 @@ import csv
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from howlinear.records.escaping import escaped
 from howlinear.records.files import atomic
@@ -17,51 +18,61 @@ from howlinear.report.canvas import Canvas
 from howlinear.report.figure import Figure
 from howlinear.report.svg import standalone
 
-FORMULA = ("=", "+", "-", "@")  # what a spreadsheet takes for a formula
+FORMULA = ("=", "+", "-", "@")  # a spreadsheet runs text that starts with one of these
+Format = Literal["png", "pdf"]
+CONVERTED: tuple[Format, ...] = ("png", "pdf")
+CONVERTER = b"""#set document(title: sys.inputs.title, date: none)
+#set page(width: auto, height: auto, margin: 0pt)
+#image(bytes(sys.inputs.svg), format: "svg", alt: sys.inputs.title)
+"""
 
 
 def write_figures(figures: Iterable[Figure], folder: str | Path) -> list[Path]:
-    """Every figure in every format there is; the paths written."""
+    """Writes every figure in every format there is; returns the paths."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder with --figures")
     folder.mkdir(parents=True, exist_ok=True)
+    kinds = CONVERTED if find_spec("typst") else ()
     written = []
     for figure in figures:
         written.append(folder / f"{figure.name}.csv")
         with atomic(written[-1]) as temporary:
             write_csv(temporary, figure.columns, figure.rows)
         for name, canvas in drawings(figure).items():
-            for kind in ("svg", "png", "pdf") if find_spec("matplotlib") else ("svg",):
-                written.append(folder / f"{name}.{kind}")
+            svg = standalone(canvas, figure.title)
+            contents = {"svg": svg.encode()}
+            contents |= {kind: converted(svg, figure.title, kind) for kind in kinds}
+            for ending, content in contents.items():
+                written.append(folder / f"{name}.{ending}")
                 with atomic(written[-1]) as temporary:
-                    _write(canvas, figure.title, kind, temporary)
+                    temporary.write_bytes(content)
     return written
 
 
 def drawings(figure: Figure) -> dict[str, Canvas]:
-    """By name: the drawing, or one for each of what a page shows one at a time (spectra-b3)."""
+    """The drawing by file name, or one drawing per choice where a page shows one at a time (spectra-b3)."""
     if not figure.one_of:
         return {figure.name: figure.canvas}
-    every = {choice.part for choice in figure.one_of}
-    own = {part: every - {part} for part in every}
+    choices = {choice.part for choice in figure.one_of}
     return {
-        f"{figure.name}-{c.part}": Canvas(
+        f"{figure.name}-{part}": Canvas(
             figure.canvas.width,
             figure.canvas.height,
-            [m for m in figure.canvas.marks if not own[c.part] & set(m.part.split())],
+            [m for m in figure.canvas.marks if not (choices - {part}) & set(m.part.split())],
         )
-        for c in figure.one_of
+        for part in (choice.part for choice in figure.one_of)
     }
 
 
-def _write(canvas: Canvas, title: str, kind: str, path: Path) -> None:
-    if kind == "svg":
-        path.write_text(standalone(canvas, title), encoding="utf-8")
-        return
-    from howlinear.report.painting import paint
+def converted(svg: str, title: str, kind: Format, system_fonts: bool = True) -> bytes:
+    """A standalone SVG as PNG (2 pixels per CSS pixel) or as PDF; the same bytes every time."""
+    import typst
 
-    paint(canvas, path, kind, title)
+    inputs = {"svg": svg, "title": title}
+    return typst.compile(
+        CONVERTER, format=kind, ppi=192, sys_inputs=inputs, ignore_system_fonts=not system_fonts
+    )
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -72,7 +83,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object
 
 
 def cell(value: object) -> object:
-    """A number as it is, nothing as nothing, text so that no spreadsheet runs it."""
+    """A number unchanged, None as an empty cell, text quoted where a spreadsheet would run it."""
     if isinstance(value, int | float):
         return "" if finite(value) is None else value
     text = "" if value is None else escaped(value)

@@ -1,7 +1,7 @@
-"""Colours and strokes by name, once, for the page, for files and for matplotlib.
+"""Colours, strokes and fonts by name, for the page and for files.
 
-Hues are of the Okabe-Ito palette, which the colour-blind tell apart, darkened on white and
-lightened on black until each has a contrast of 3 to 1 or more; runs differ in shape besides.
+Hues come from the Okabe-Ito palette, which colour-blind readers can tell apart. They are darkened on
+white and lightened on black until each has a contrast of at least 3 to 1. Runs also differ in shape.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ DARK = {
 RUNS = tuple(name for name in LIGHT if name.startswith("c"))
 DASHES = {"dash": (6, 3), "dots": (1.5, 3)}
 WIDTHS = {"thin": 1.0, "wide": 7.0, "": 1.7}
-FONT = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
+# The last but one comes with typst: PNG and PDF have letters without serifs where no font is installed.
+FONT = 'system-ui, "Segoe UI", "DejaVu Sans", "Liberation Sans", Helvetica, Arial, "DejaVu Sans Mono", sans-serif'
 TEXT = {"": 13.0, "small": 11.5}
 
-# dark blue to yellow, even in lightness to every eye (a few stops of cividis)
+# dark blue to yellow, evenly spaced in lightness (six stops of cividis)
 STOPS = (
     (0, 34, 78),
     (50, 72, 110),
@@ -50,7 +51,7 @@ STOPS = (
 
 
 def heat(share: float) -> str:
-    """The colour of a share from 0 to 1."""
+    """The colour of a share from 0 to 1 on the scale of STOPS."""
     place = min(1.0, max(0.0, share)) * (len(STOPS) - 1)
     i = min(int(place), len(STOPS) - 2)
     mixed = (round(a + (place - i) * (b - a)) for a, b in zip(STOPS[i], STOPS[i + 1], strict=True))
@@ -62,7 +63,7 @@ def variables(palette: dict[str, str]) -> str:
 
 
 def stylesheet(palette: dict[str, str] | None = None) -> str:
-    """Rules for marks; colours as variables, or as they are for files that readers of all kinds open."""
+    """Rules for marks: colours as CSS variables, or literal where a palette is passed (files)."""
     rules = [
         f".hl text{{font:{TEXT['']:g}px {FONT}}}",
         f".hl .small{{font-size:{TEXT['small']:g}px}}.hl .bold{{font-weight:600}}",
