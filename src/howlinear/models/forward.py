@@ -1,0 +1,255 @@
+"""Text through a model: what a user passes becomes batches, and batches become rows of blocks.
+
+    def receive(batch, block, rows):            # rows.x (n, d_in), rows.y (n, d_out)
+        sums[block.index].update(rows.x, rows.y)
+
+    run_rows(model, windows, receive, at=at, work=work, label="inputs")
+
+`windows` may be anything that `as_windows` takes:
+
+| passed | read as |
+|---|---|
+| tensor, numpy array or lists of ids, (n, length) | n windows of token ids, cut into batches |
+| list of windows, (length,) each | the same |
+| dict of tensors, BatchEncoding | model inputs of n windows, cut into batches |
+| list, generator or DataLoader of the above | batches, as they come |
+
+A batch of a DataLoader may be a tensor, a dict, a list of one tensor, or a pair (inputs, labels).
+The two halves also work alone: `as_windows(windows).batches(8)` gives batches, and `Forward(model)`
+runs one; a hook that raises `StopForward` ends a forward early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.linear.rows import Rows
+from howlinear.linear.stores import CELL
+from howlinear.models import bfloat16
+from howlinear.models.families import Block, backbone, blocks, call_options
+from howlinear.models.hooks import evaluating, tap
+from howlinear.models.offload import device_of
+from howlinear.run.work import Work
+
+IDS = "input_ids"
+EXPECTED = "expected token ids (windows, length), a dict of model inputs, or batches of either"
+
+# -- windows and batches --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some windows as model inputs, and their place in the text."""
+
+    number: int  # of the batch, from 0
+    first: int  # number of its first window
+    inputs: dict[str, Tensor]  # each (windows, ...)
+    offsets: list[int]  # of each window, in tokens from the beginning of the text
+    tokens: int
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Windows in memory (`inputs`), or batches that are read as they come (`source`)."""
+
+    inputs: dict[str, Tensor] | None = None
+    source: Iterable[Any] = ()
+
+    @property
+    def ids(self) -> Tensor | None:
+        """(n, length) where all windows are in memory and nothing but token ids."""
+        return self.inputs[IDS] if self.inputs is not None and set(self.inputs) == {IDS} else None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are; 0 where only reading would tell, or masks leave some out."""
+        return 0 if self.ids is None else self.ids.numel()
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of a window, where `ids` is known."""
+        return None if self.ids is None else self.ids.shape[1]
+
+    @property
+    def repeatable(self) -> bool:
+        """Does reading twice give the same batches? A generator ends, a DataLoader may shuffle."""
+        return self.inputs is not None or isinstance(self.source, Sequence)
+
+    def batches(self, batch_size: int = 8) -> Iterator[Batch]:
+        """In order. `batch_size` is for windows in memory; others come in batches."""
+        if batch_size < 1:
+            raise ValueError(f"batch size must be at least 1, got {batch_size} (--batch-size)")
+        first = tokens = 0
+        for number, inputs in enumerate(self._parts(batch_size)):
+            main = inputs.get(IDS, next(iter(inputs.values())))
+            # Images and audio have no tokens: each counts as a cell, the unit that folds keep whole.
+            length = main.shape[1] if IDS in inputs else CELL
+            offsets = [tokens + i * length for i in range(len(main))]
+            yield Batch(number, first, inputs, offsets, len(main) * length)
+            first += len(main)
+            tokens += len(main) * length
+
+    def _parts(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        if self.inputs is None:
+            yield from map(_inputs, self.source)
+            return
+        names, values = self.inputs.keys(), self.inputs.values()
+        for parts in zip(*(value.split(batch_size) for value in values), strict=True):
+            yield dict(zip(names, parts, strict=True))
+
+
+WindowsLike = Windows | Tensor | Iterable[Any]  # see the table above
+
+
+def as_windows(windows: WindowsLike) -> Windows:
+    """The one place that tells apart what a user may pass; ValueError in one line otherwise."""
+    if isinstance(windows, Windows):
+        return windows
+    if isinstance(windows, str | bytes) or not isinstance(windows, Iterable):
+        raise ValueError(f"{EXPECTED}; got {type(windows).__name__}")
+    if getattr(windows, "ndim", 0) == 1 or (isinstance(windows, list) and _is_window(windows)):
+        raise ValueError(f"{EXPECTED}; got one stream of tokens: cut it into windows first")
+    if not (isinstance(windows, Mapping) or _is_array(windows) or _is_windows(windows)):
+        return Windows(source=windows)
+    inputs = _inputs(windows)
+    alike = len({len(value) for value in inputs.values()}) == 1
+    return Windows(inputs) if alike else Windows(source=[inputs])  # image patches: not to be cut
+
+
+def _is_array(value: Any) -> bool:
+    """A tensor, or a numpy array: anything else that knows its number of dimensions."""
+    return hasattr(value, "ndim")
+
+
+def _is_window(value: Any) -> bool:
+    """Token ids of one window: one dimension, or a list of whole numbers."""
+    if _is_array(value):
+        return bool(value.ndim == 1)
+    return isinstance(value, list | tuple) and all(type(v) is int for v in value)
+
+
+def _is_windows(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and _is_window(value[0])
+
+
+def _inputs(batch: Any) -> dict[str, Tensor]:
+    """Model inputs of some windows, (windows, ...) each."""
+    if isinstance(batch, list | tuple) and batch and not (_is_window(batch) or _is_windows(batch)):
+        if any(getattr(other, "ndim", 0) > 1 for other in batch[1:]):
+            raise ValueError(
+                f"a batch has {len(batch)} tensors without names: give a dict, such as "
+                "{'input_ids': ..., 'attention_mask': ...}"
+            )
+        batch = batch[0]  # labels follow
+    given = dict(batch) if isinstance(batch, Mapping) else {IDS: batch}
+    inputs = {name: _tensor(name, value) for name, value in given.items() if value is not None}
+    if not inputs:
+        raise ValueError(f"{EXPECTED}; got a dict without inputs")
+    if IDS in inputs:
+        if inputs[IDS].ndim == 1:  # one window
+            inputs = {name: value[None] for name, value in inputs.items()}
+        inputs[IDS] = _checked_ids(inputs[IDS])
+    return inputs
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        if _is_windows(value) and _is_array(value[0]):
+            return torch.stack([torch.as_tensor(v) for v in value])
+        return torch.tensor(value)  # a copy: numpy arrays may be read-only
+    except (ValueError, TypeError, RuntimeError):
+        unequal = _is_windows(value) and len({len(window) for window in value}) > 1
+        cause = "windows of different lengths: pad them" if unequal else type(value).__name__
+        raise ValueError(f"{EXPECTED}; {name} is {cause}") from None
+
+
+def _checked_ids(ids: Tensor) -> Tensor:
+    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{EXPECTED}; got {ids.dtype} of shape {tuple(ids.shape)} as token ids. Images and audio "
+            "need the name of the model's argument: {'pixel_values': ...}"
+        )
+    return ids.long()
+
+
+# -- one forward, and the loop over all -----------------------------------------------------------
+
+
+class StopForward(Exception):  # noqa: N818
+    """Raised in a hook: the rest of this forward is not needed."""
+
+
+class Forward:
+    """Runs a model on model inputs: without its head, in eval mode, without gradients.
+
+    Moves inputs to where the model runs. An encoder-decoder that is given one text reads it on both
+    sides. Refuses bfloat16 where its products would end the process.
+    """
+
+    def __init__(self, model: nn.Module, *, head: bool = False) -> None:
+        self.model, self.net = model, model if head else backbone(model)
+        self.device = device_of(model)
+        bfloat16.check(next(model.parameters()).dtype, self.device)
+        config: Any = getattr(model, "config", None)
+        self.two_sided = bool(getattr(config, "is_encoder_decoder", False))
+        self.options = call_options(self.net)
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+        """The net's output; None after a StopForward."""
+        given = {k: v.to(self.device) for k, v in inputs.items() if k != "labels"}
+        if self.two_sided and IDS in given and not any(k.startswith("decoder_") for k in given):
+            given["decoder_input_ids"] = given[IDS]
+        # not inference mode: what a model in training caches, it must train with
+        with torch.no_grad(), evaluating(self.model), suppress(StopForward):
+            return self.net(**given, **self.options)
+
+
+Receive = Callable[[Batch, Block, Rows], None]
+
+
+def run_rows(
+    model: nn.Module,
+    windows: WindowsLike,
+    receive: Receive,
+    *,
+    at: Sequence[Block] | None = None,
+    units: Mapping[int, Tensor | None] | None = None,
+    work: Work | None = None,
+    label: str = "",
+) -> None:
+    """Run the windows through the model: `receive(batch, block, rows)` once a batch and block.
+
+    `at` and `units` are those of `tap`. Of several ranks each runs some of the batches. A forward
+    ends when every block of `at` has run. With a label, progress is reported in tokens.
+    """
+    work, text, forward = work or Work(), as_windows(windows), Forward(model)
+    at = list(blocks(model) if at is None else dict.fromkeys(at))
+    advance = work.begin(label, text.tokens) if label else None
+    batch: Batch
+    missing: set[Block] = set()
+
+    def take(block: Block, rows: Rows) -> None:
+        receive(batch, block, rows)
+        missing.discard(block)
+        if not missing:
+            raise StopForward
+
+    with tap(model, take, at=at, units=units):
+        for batch in text.batches(work.batch_size):
+            if work.ranks.mine(batch.number):
+                missing.update(at)
+                forward(batch.inputs)
+            if advance is not None:
+                advance(batch.tokens)
