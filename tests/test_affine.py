@@ -15,8 +15,18 @@ from mpmath import mp, mpf
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
-from howlinear.linear.affine import effective_rank, fit, input_stats, score, solve, spectrum
-from howlinear.linear.moments import TSQR, Moments
+from howlinear.linear.affine import (
+    Score,
+    effective_rank,
+    fit,
+    input_stats,
+    r2_se,
+    score,
+    solve,
+    spectrum,
+)
+from howlinear.linear.crossval import cross_validate
+from howlinear.linear.moments import TSQR, Moments, merged
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 NIST = Path(__file__).parents[2] / "shared" / "data" / "nist_strd_linear.json"
@@ -174,7 +184,7 @@ def test_effective_rank_is_reduced_rank_regression(kind, noise):
         v + 3 * u @ torch.ones(8, 5, dtype=torch.float64),
     )
     m = moments_of(kind, x, y)
-    affine, (_, _, Z) = fit(m), solve(m)
+    affine, Z = solve(m)
     curve = [reduced_rank(x.numpy(), y.numpy(), u.numpy(), v.numpy(), k) for k in range(1, 6)]
     expected = next(k for k, r2 in enumerate(curve, 1) if r2 >= 0.9 * curve[-1])
     assert effective_rank(affine, Z, m.mean_x, moments_of(kind, u, v)) == expected
@@ -185,7 +195,7 @@ def test_effective_rank_around_the_means_of_the_fit_rows():
     (x, y), (u, v) = rows(400, 20, 20), rows(200, 20, 20, seed=1)
     v = v + 2
     m = moments_of(Moments, x, y)
-    affine, Z, held = fit(m), solve(m)[2], moments_of(Moments, u, v)
+    (affine, Z), held = solve(m), moments_of(Moments, u, v)
     arrays, found = [t.numpy() for t in (x, y, u, v)], []
     for around_fit in (False, True):
         curve = [reduced_rank(*arrays, k, around_fit) for k in range(1, 21)]
@@ -200,7 +210,7 @@ def test_effective_rank_of_nothing_is_none():
     m = moments_of(Moments, x, y)
     held = moments_of(Moments, u, v)
     assert score(fit(m), held).r2 < 0
-    assert effective_rank(fit(m), solve(m)[2], m.mean_x, held) is None
+    assert effective_rank(*solve(m), m.mean_x, held) is None
 
 
 @BOTH
@@ -372,3 +382,29 @@ def test_spectra_are_those_of_the_covariance_and_of_every_length():
         falling = torch.arange(n, 0, -1.0)
         assert [int(k) for k, _ in spectrum(falling)][-1:] == ([n] if n else [])
         assert all(v == n + 1 - k for k, v in spectrum(falling))
+
+
+@BOTH
+def test_cross_validation_is_scikit_learns(kind):
+    parts = [rows(40 + 10 * i, seed=i) for i in range(4)]
+    groups = [moments_of(kind, *part) for part in parts]
+    scores = cross_validate([*groups, kind(8, 5)])  # a group without rows is left out
+    left = total = 0.0
+    for i, (u, v) in enumerate(parts):
+        x, y = (torch.cat([part[k] for j, part in enumerate(parts) if j != i]) for k in (0, 1))
+        left += float(((v.numpy() - LinearRegression().fit(x, y).predict(u)) ** 2).sum())
+        total += float((v - v.mean(0)).square().sum())
+    assert Score.pooled(scores).r2 == pytest.approx(1 - left / total, rel=1e-10)
+    assert 0 < r2_se(scores) < 0.1
+    assert [g.n for g in groups] == [40, 50, 60, 70]  # the groups stay as they were
+    with pytest.raises(ValueError, match="one fold"):
+        cross_validate([groups[0], kind(8, 5)])
+
+
+@BOTH
+def test_accumulators_add_up_without_their_last_columns(kind):
+    (x, y), (u, v) = rows(60), rows(50, seed=1)
+    both = merged([moments_of(kind, x, y), moments_of(kind, u, v)], 6)
+    whole = moments_of(kind, torch.cat([x, u])[:, :6], torch.cat([y, v]))
+    assert (both.n, both.d_in) == (110, 6)
+    np.testing.assert_allclose(fit(both).weight, fit(whole).weight, rtol=1e-9, atol=1e-12)

@@ -1,6 +1,8 @@
 """Files are whole or not there, and read back checked."""
 
 import json
+import math
+import statistics
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from howlinear.records.files import SCHEMA, atomic, read_json, write_json
-from howlinear.records.statistics import spearman
+from howlinear.records.statistics import ratio, spearman
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=30))
@@ -79,3 +81,15 @@ def test_index_ranges_read_as_blocks_takes_them():
 
     assert ranges([3, 5, 9, 10, 11, 12]) == "3,5,9-12"
     assert depth_indices(ranges([0, 1, 7]), 8) == [0, 1, 7]
+
+
+def test_the_standard_error_of_a_ratio_is_the_linearised_one():
+    """Of a mean it is the standard error of the mean; unequal groups as in survey sampling."""
+    values = [1.0, 2.0, 4.0, 9.0]
+    value, se = ratio([(v, 1.0) for v in values])
+    assert value == pytest.approx(4.0)
+    assert se == pytest.approx(statistics.stdev(values) / 2)
+    value, se = ratio([(1.0, 2.0), (3.0, 4.0)])  # deviations -1/3 and 1/3
+    assert (value, se) == (pytest.approx(2 / 3), pytest.approx(math.sqrt(2 * 2 / 9) / 6))
+    assert math.isnan(ratio([(1.0, 2.0)])[1])
+    assert all(map(math.isnan, ratio([(1.0, 0.0), (1.0, 0.0)])))

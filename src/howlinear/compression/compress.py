@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from howlinear.compression.plan import Option, Step, after, descent, expected, saving, within
 from howlinear.compression.plan import to_dict as plan_file
-from howlinear.compression.refitting import TARGETS, Map, Shape, Workshop
-from howlinear.linear.affine import Factored, UnitMap
+from howlinear.compression.refitting import TARGETS, Shape, Workshop
+from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.joint import GROUP
 from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import Batches, Protocol, protocol_of

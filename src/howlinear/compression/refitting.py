@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.affine import Affine, Factored, UnitMap, solve
+from howlinear.linear.affine import Factored, Map, UnitMap, solve
 from howlinear.linear.joint import Ladder, elimination, joint_map, rest_by_rank
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
@@ -37,7 +37,6 @@ from howlinear.models.units import hidden_count, hidden_units, taken
 TARGETS = ("output", "stream")
 CHUNK = 4096  # rows at a time
 
-Map = Affine | Factored | UnitMap
 Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidden units kept
 
 
@@ -224,10 +223,9 @@ def _inputs(model: nn.Module, windows: Tensor) -> dict[str, Tensor]:
 
 def _weights(rows: Rows) -> Tensor:
     """(n,) of mean 1; all alike where the stream is not known."""
-    if rows.stream is None:
+    if rows.inverse_stream is None:
         return torch.ones(len(rows.x), dtype=torch.float64)
-    weight = rows.stream.double().rsqrt()
-    return weight / weight.mean()
+    return rows.inverse_stream / rows.inverse_stream.mean()
 
 
 def _moments(
@@ -250,7 +248,7 @@ def _moments(
 
 
 def _explained(rows: Moments) -> float:
-    return float(solve(rows)[2].square().sum() / rows.S_yy.sum())
+    return float(solve(rows)[1].square().sum() / rows.S_yy.sum())
 
 
 def _drift(before: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.controls.gaussian import draw, symmetric_root
-from howlinear.linear.affine import Affine, score, solve
+from howlinear.linear.affine import Affine, score
+from howlinear.linear.crossval import cross_validate
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.stores import Folds
@@ -147,19 +148,8 @@ def feed(
 
 def _cross_validated(groups: list[Moments], slices: dict[Any, slice]) -> dict[Any, Sums]:
     """[SS_res, SS_tot] of each fold by the map of the others, for each part of the outputs."""
-    if len(groups) < 2:
-        raise ValueError("all rows fall into one fold: give more text (--tokens)")
-    sums: dict[Any, list[list[float]]] = {name: [] for name in slices}
-    for f, held in enumerate(groups):
-        others = [m for g, m in enumerate(groups) if g != f]
-        train = others[0].copy()
-        for m in others[1:]:
-            train.merge(m)
-        W, rank, _ = solve(train)
-        found = score(Affine(W, train.mean_y - W @ train.mean_x, rank), held)
-        for name, part in slices.items():
-            sums[name].append(found.sums(part))
-    return {name: [folds] for name, folds in sums.items()}
+    scores = cross_validate(groups)
+    return {name: [[one.sums(part) for one in scores]] for name, part in slices.items()}
 
 
 def _as_first(affine: Affine, groups: list[Moments]) -> list[list[float]]:

@@ -26,8 +26,9 @@ from howlinear.compression.compress import Compression
 from howlinear.export import hf, narrow, nemotron_nas
 from howlinear.export.checking import round_weights, stored_as, verify, weight_files
 from howlinear.export.folders import add_files, card, check_free, markdown, new_folder, origin
-from howlinear.export.installing import Map, install_maps
+from howlinear.export.installing import install_maps
 from howlinear.export.linear_blocks import LinearMLP
+from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
 from howlinear.models.families import Block, blocks
 from howlinear.models.loading import quiet

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.export import linear_blocks
-from howlinear.linear.affine import Affine, Factored, UnitMap
+from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import FAMILIES, Block, backbone, projection_shape
 from howlinear.models.units import weight_of
-
-Map = Affine | Factored | UnitMap
 
 
 def install_maps(model: nn.Module, maps: Mapping[Block, Map]) -> None:

@@ -33,12 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.export.folders import write_generation
-from howlinear.linear.affine import Affine, Factored, UnitMap
+from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import Block, blocks, projection_shape
 from howlinear.models.hooks import Chain
 from howlinear.models.units import rebuilt, taken, weight_of
-
-Map = Affine | Factored | UnitMap
 
 OPEN = 32.0  # what a gate is held at
 INSTEAD = "use --export hf"

@@ -26,10 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from howlinear.export.folders import write_generation
-from howlinear.linear.affine import Affine, Factored, UnitMap
+from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import Block, blocks
-
-Map = Affine | Factored | UnitMap
 
 MULTIPLE = 256  # what readers round a width up to
 INSTEAD = "use --export hf"

@@ -18,40 +18,24 @@ values apart below sqrt(d_in * 2.2e-16): that floor matters for float64 rows onl
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from howlinear.linear.moments import Accumulator
+from howlinear.records.statistics import ratio
+
 log = logging.getLogger(__name__)
 
 EPS = float(torch.finfo(torch.float64).eps)
-
-
-class Rows(Protocol):
-    """What `fit` and `score` read: `Moments` and `TSQR` both are this.
-
-    A `root(intercept)` method, where there is one, is preferred for fitting, and a
-    `residual_squares(W, b)` method for scoring: factors lose half as many digits as sums.
-    """
-
-    d_in: int
-    d_out: int
-    n: int
-    weight: float
-    eps: float
-
-    @property
-    def mean_x(self) -> Tensor: ...
-    @property
-    def mean_y(self) -> Tensor: ...
-    @property
-    def S_yy(self) -> Tensor: ...
-    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -191,6 +175,9 @@ class UnitMap:
         return UnitMap(self.affine.to(like), self.units, self.write.to(like), self.hidden)
 
 
+Map = Affine | Factored | UnitMap
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Score:
     """How a map did on rows. Scores of disjoint rows add: each fold around its own mean."""
@@ -211,6 +198,11 @@ class Score:
             self.ss_tot_scalar + other.ss_tot_scalar,
             self.ss_raw + other.ss_raw,
         )
+
+    @classmethod
+    def pooled(cls, scores: Sequence[Score]) -> Score:
+        """The sum of scores of disjoint rows."""
+        return functools.reduce(operator.add, scores)
 
     def __repr__(self) -> str:
         return f"<Score on {self.n} rows: R2 {self.r2:.4f}>"
@@ -261,7 +253,7 @@ class Score:
         return {name: getattr(self, name) for name in names} | {"n_heldout": self.n}
 
 
-def fit(moments: Rows, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
+def fit(moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
     """The exact least-squares map. `ridge` adds ridge * |W|^2 to the sum of squares; never by itself.
 
     O(d_in^2 (d_in / 3 + d_out)). Fewer rows than columns is refused unless there is a ridge; inputs
@@ -275,46 +267,48 @@ def fit(moments: Rows, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
             f"{moments.n} rows cannot determine {columns} columns: at least {columns} tokens are "
             f"needed to fit, about {40 * moments.d_in} to trust the result (--tokens)"
         )
-    W, rank, _ = solve(moments, intercept=intercept, ridge=ridge)
-    if rank < moments.d_in:
-        log.warning("inputs have rank %d of %d: the map of least norm is given", rank, moments.d_in)
-    b = moments.mean_y - W @ moments.mean_x if intercept else W.new_zeros(len(W))
-    return Affine(W, b, rank)
+    affine, _ = solve(moments, intercept=intercept, ridge=ridge)
+    if affine.rank < moments.d_in:
+        log.warning(
+            "inputs have rank %d of %d: the map of least norm is given", affine.rank, moments.d_in
+        )
+    return affine
 
 
 def solve(
-    moments: Rows, *, intercept: bool = True, ridge: float = 0.0
-) -> tuple[Tensor, int, Tensor]:
-    """(W, rank, Z): Z (d_out, rank) has Z Z' = W S_xx W', which reduced-rank maps need.
+    moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0
+) -> tuple[Affine, Tensor]:
+    """(map, Z) without the checks and warnings of `fit`.
 
-    With a ridge, Z Z' counts the penalty too.
+    Z (d_out, rank) has Z Z' = W S_xx W', the sums of squares that the map explains; with a ridge
+    they count the penalty too. `effective_rank` reads it.
     """
-    root = getattr(moments, "root", None)
-    if root is not None:
-        R, Y = root(intercept)
+    root = moments.root(intercept)
+    noise = input_noise(moments, intercept)
+    if root is None:
+        S_xx, S_xy = moments.gram(intercept)
         if ridge:
-            R = torch.cat([R, math.sqrt(ridge) * torch.eye(len(R), dtype=R.dtype)])
-            Y = torch.cat([Y, Y.new_zeros(len(R) - len(Y), Y.shape[1])])
-            Q, R = torch.linalg.qr(R)
-            Y = Q.t() @ Y
-        scale = _scale(R.square().sum(0), moments, intercept)
-        return _solve_root(R / scale, Y, scale, moments.d_in * moments.eps)
-    S_xx, S_xy = moments.gram(intercept)
-    if ridge:
-        S_xx.diagonal().add_(ridge)
-    scale = _scale(S_xx.diagonal(), moments, intercept)
-    return _solve_gram(S_xx, S_xy, scale, max(moments.d_in * moments.eps, _floor(moments.d_in)))
+            S_xx.diagonal().add_(ridge)
+        W, rank, Z = solve_gram(S_xx, S_xy, noise, moments.eps)
+    else:
+        W, rank, Z = _solve_root(*root, noise, moments.eps, ridge)
+    bias = moments.mean_y - W @ moments.mean_x if intercept else W.new_zeros(len(W))
+    return Affine(W, bias, rank), Z
 
 
-def _scale(squares: Tensor, moments: Rows, intercept: bool) -> Tensor:
+def input_noise(moments: Accumulator, intercept: bool = True) -> Tensor:
+    """(d_in,) root of the sum of squares that rounding alone gives each centred column of x."""
+    if not intercept:
+        return torch.zeros_like(moments.mean_x)
+    return moments.eps * moments.mean_x.abs() * math.sqrt(moments.weight)
+
+
+def _scale(squares: Tensor, noise: Tensor) -> Tensor:
     """Root of each column's sum of squares; infinite for columns that only rounding makes vary.
 
     Dividing by infinity makes such a column zero and its coefficient too.
     """
     scale = squares.clamp_min(0).sqrt()
-    noise = torch.zeros_like(scale)
-    if intercept:
-        noise = moments.eps * moments.mean_x.abs() * math.sqrt(moments.weight)
     return torch.where(scale > noise, scale, torch.inf)
 
 
@@ -323,10 +317,11 @@ def _floor(d: int) -> float:
     return math.sqrt(d * EPS)
 
 
-def _solve_gram(
-    S_xx: Tensor, S_xy: Tensor, scale: Tensor, tol: float
-) -> tuple[Tensor, int, Tensor]:
+def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[Tensor, int, Tensor]:
+    """(W, rank, Z) from sums of squares; `eps` is the resolution of the rows."""
     d = len(S_xx)
+    tol = max(d * eps, _floor(d))
+    scale = _scale(S_xx.diagonal(), noise)
     C = S_xx / scale / scale[:, None]  # unit diagonal
     B = S_xy.t().contiguous() / scale  # (d_out, d_in): solving from the right is a quarter faster
     L, info = torch.linalg.cholesky_ex(C)
@@ -345,7 +340,18 @@ def _solve_gram(
     return (Z / root) @ V.t() / scale, int(keep.sum()), Z
 
 
-def _solve_root(R: Tensor, Y: Tensor, scale: Tensor, tol: float) -> tuple[Tensor, int, Tensor]:
+def _solve_root(
+    R: Tensor, Y: Tensor, noise: Tensor, eps: float, ridge: float
+) -> tuple[Tensor, int, Tensor]:
+    """(W, rank, Z) from factors, R'R = S_xx and R'Y = S_xy."""
+    if ridge:
+        R = torch.cat([R, math.sqrt(ridge) * torch.eye(len(R), dtype=R.dtype)])
+        Y = torch.cat([Y, Y.new_zeros(len(R) - len(Y), Y.shape[1])])
+        Q, R = torch.linalg.qr(R)
+        Y = Q.t() @ Y
+    tol = len(R) * eps
+    scale = _scale(R.square().sum(0), noise)
+    R = R / scale
     U, s, Vh = torch.linalg.svd(R, full_matrices=False)
     keep = s > tol * s[0]
     rank = int(keep.sum())
@@ -369,31 +375,27 @@ def _smallest(L: Tensor, steps: int = 4) -> float:
     return 1 / growth
 
 
-def score(affine: Affine, moments: Rows) -> Score:
+def score(affine: Affine, moments: Accumulator) -> Score:
     """Every score that needs no rows. O(d_in^2 d_out)."""
-    W, b = affine.weight, affine.bias
-    residual_squares = getattr(moments, "residual_squares", None)
-    if residual_squares is not None:
-        ss_res = residual_squares(W, b)
-    else:
-        S_xx, S_xy = moments.gram()
-        centred = moments.S_yy + ((W @ S_xx) * W).sum(1) - 2 * (W * S_xy.t()).sum(1)
-        offset = moments.mean_y - W @ moments.mean_x - b
-        ss_res = centred.clamp_min_(0) + moments.weight * offset.square()
     S_yy, mean_y, w = moments.S_yy, moments.mean_y, moments.weight
     within = float(S_yy.sum())
     return Score(
         n=moments.n,
         weight=w,
-        ss_res=ss_res,
+        ss_res=moments.residual_squares(affine.weight, affine.bias),
         ss_tot=S_yy,
         ss_tot_scalar=within + w * float((mean_y - mean_y.mean()).square().sum()),
         ss_raw=within + w * float(mean_y.square().sum()),
     )
 
 
+def r2_se(scores: Sequence[Score]) -> float:
+    """Standard error of the pooled R2 over folds. Folds share fit rows: it is an approximation."""
+    return ratio([s.sums() for s in scores])[1]
+
+
 def effective_rank(
-    affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Rows, *, around_fit: bool = False
+    affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Accumulator, *, around_fit: bool = False
 ) -> int | None:
     """Reduced-rank regression: the smallest k whose held-out R2 reaches 90 % of the full map's.
 
@@ -419,7 +421,7 @@ def effective_rank(
     return int((r2 >= 0.9 * r2[-1]).nonzero()[0]) + 1
 
 
-def input_stats(moments: Rows, rank: int) -> dict[str, Any]:
+def input_stats(moments: Accumulator, rank: int) -> dict[str, Any]:
     """What the inputs look like: their condition within `rank`, participation ratio and range."""
     S_xx, _ = moments.gram()
     values = torch.linalg.eigvalsh(S_xx).clamp_min(0)

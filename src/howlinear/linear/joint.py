@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.affine import Affine, Factored, UnitMap, solve
+from howlinear.linear.affine import Affine, Factored, Map, UnitMap, input_noise, solve_gram
 from howlinear.linear.moments import Moments
 
 GROUP = 16  # units removed at once
@@ -79,7 +78,7 @@ def joint_map(
     hidden: nn.Module | None,
     *,
     intercept: bool = True,
-) -> Affine | Factored | UnitMap:
+) -> Map:
     """The best map with these units and a matrix of this rank (None: full, 0: none).
 
     Without an intercept it can only be a matrix of full rank, perhaps beside units.
@@ -89,71 +88,48 @@ def joint_map(
     """
     at = torch.tensor([*range(d), *(d + u for u in units)])
     if rank is None:
-        picked: Any = _Picked(rows, at)
-        W, found, _ = solve(picked, intercept=intercept)
+        S, S_y = rows.gram(intercept)
+        noise = input_noise(rows, intercept)[at]
+        W, input_rank, _ = solve_gram(S[at][:, at], S_y[at], noise, rows.eps)
         bias = rows.mean_y - W @ rows.mean_x[at] if intercept else W.new_zeros(len(W))
-        joint = Affine(W, bias, found)
+        joint = Affine(W, bias, input_rank)
         return UnitMap.split(joint, tuple(units), hidden) if hidden is not None else joint
     S, S_y = rows.gram()
     into, out = S.new_zeros(0, d), S.new_zeros(rows.d_out, 0)
     if rank:
-        W, _, U = _directions(rows, d, at, S)
+        W, _, U = _directions(rows, d, at, S, S_y)
         out = U[:, :rank]
         into = out.t() @ W
     bias = rows.mean_y - out @ (into @ rows.mean_x[:d])
     if hidden is None:
         return Factored(into, out, bias)
     h = at[d:]
-    D = _solved(rows, h, S_y[h] - S[h][:, :d] @ into.t() @ out.t())
+    D = _coefficients(rows, h, S, S_y[h] - S[h][:, :d] @ into.t() @ out.t())
     return UnitMap(Factored(into, out, bias - D @ rows.mean_x[h]), tuple(units), D, hidden)
 
 
 def rest_by_rank(rows: Moments, d: int, units: Sequence[int]) -> Tensor:
     """(d_out,) what share a matrix of full rank explains that one of rank 0, 1, 2, ... does not."""
     at = torch.tensor([*range(d), *(d + u for u in units)])
-    _, values, _ = _directions(rows, d, at, rows.gram()[0])
+    _, values, _ = _directions(rows, d, at, *rows.gram())
     return values.clamp_min(0).flip(0).cumsum(0).flip(0) / rows.S_yy.sum()
 
 
-def _directions(rows: Moments, d: int, at: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _directions(
+    rows: Moments, d: int, at: Tensor, S: Tensor, S_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """W of the joint fit, and the eigenvalues and vectors of W S W', the largest first.
 
-    S is of x freed of what the units explain.
+    S there is that of x without the part which the units explain.
     """
-    W = _solved(rows, at)[:, :d]
-    own, h = S[:d, :d], at[d:]
+    W = _coefficients(rows, at, S, S_y[at])[:, :d]
+    inputs, h = S[:d, :d], at[d:]
     if len(h):
-        own = own - S[:d, h] @ _solved(rows, h, S[h][:, :d]).t()
-    values, U = torch.linalg.eigh(W @ own @ W.t())
+        inputs = inputs - S[:d, h] @ _coefficients(rows, h, S, S[h][:, :d]).t()
+    values, U = torch.linalg.eigh(W @ inputs @ W.t())
     return W, values.flip(0), U.flip(1)
 
 
-def _solved(rows: Moments, at: Tensor, instead: Tensor | None = None) -> Tensor:
-    """(d_out, columns) coefficients of y, or of what is there instead, on some columns of x."""
-    picked: Any = _Picked(rows, at, instead)
-    return solve(picked)[0]
-
-
-@dataclass(frozen=True, eq=False)
-class _Picked:
-    """Moments of some columns of x, and of y or of something in its place, as `solve` reads them."""
-
-    rows: Moments
-    columns: Tensor
-    instead: Tensor | None = None  # S_xy of these columns and that
-
-    @property
-    def d_in(self) -> int:
-        return len(self.columns)
-
-    @property
-    def mean_x(self) -> Tensor:
-        return self.rows.mean_x[self.columns]
-
-    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
-        S_xx, S_xy = self.rows.gram(intercept)
-        S_xy = S_xy[self.columns] if self.instead is None else self.instead
-        return S_xx[self.columns][:, self.columns], S_xy
-
-    def __getattr__(self, name: str) -> Any:  # n, weight, eps, mean_y, S_yy, d_out
-        return getattr(self.rows, name)
+def _coefficients(rows: Moments, at: Tensor, S: Tensor, S_y: Tensor) -> Tensor:
+    """(outputs, columns) of the regression on the columns `at` of x, whose S_xy is `S_y`."""
+    return solve_gram(S[at][:, at], S_y, input_noise(rows)[at], rows.eps)[0]

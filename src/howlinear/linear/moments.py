@@ -34,9 +34,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,9 @@ class _Kept:
         assert self.buffers is not None
         x, y, weight = (b[: self.n] for b in self.buffers)
         return x, y, weight if self.weighted else None
+
+
+A = TypeVar("A", bound="Accumulator")
 
 
 class Accumulator:
@@ -420,6 +423,17 @@ class Accumulator:
         """(S_xx, S_xy), centred; about the origin without an intercept."""
         raise NotImplementedError
 
+    def root(self, intercept: bool = True) -> tuple[Tensor, Tensor] | None:
+        """(R_xx, R_xy) with R_xx' R_xx = S_xx and R_xx' R_xy = S_xy; None where only sums are kept."""
+        return None
+
+    def residual_squares(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """(d_out,) sums of squared residuals of y - Wx - b. O(d_in^2 d_out)."""
+        S_xx, S_xy = self.gram()
+        centred = self.S_yy + ((weight @ S_xx) * weight).sum(1) - 2 * (weight * S_xy.t()).sum(1)
+        offset = self.mean_y - weight @ self.mean_x - bias
+        return centred.clamp_min_(0) + self.weight * offset.square()
+
     def _mean(self) -> Tensor:
         raise NotImplementedError
 
@@ -446,6 +460,16 @@ class Accumulator:
 
     def _narrow_sums(self, twin: Self) -> None:
         raise NotImplementedError
+
+
+def merged(accumulators: Iterable[A], d_in: int | None = None) -> A:
+    """A new accumulator with the rows of all, without the columns of x from `d_in` on."""
+    first, *others = accumulators
+    width = first.d_in if d_in is None else d_in
+    total = first.narrow(width)
+    for other in others:
+        total.merge(other if other.d_in == width else other.narrow(width))
+    return total
 
 
 class Moments(Accumulator):

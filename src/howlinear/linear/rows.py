@@ -44,6 +44,11 @@ class Rows:
         return self.h.to(torch.promote_types(self.h.dtype, torch.float32)).square().sum(-1)
 
     @cached_property
+    def inverse_stream(self) -> Tensor | None:
+        """(n,), 1/|h| in float64 in main memory: row weights of a fit."""
+        return None if self.stream is None else self.stream.cpu().double().rsqrt()
+
+    @cached_property
     def kept(self) -> Tensor:
         """(n,), which of the B L positions the rows are, ascending."""
         every = torch.arange(math.prod(self._lead), device=self.x.device)

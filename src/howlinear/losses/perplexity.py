@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 from howlinear.losses.protocols import EMPTY, Batches, Protocol, batches, protocol_of
 from howlinear.losses.readout import Context, Readout, chunks
 from howlinear.records.files import clean
+from howlinear.records.statistics import ratio_se
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +107,7 @@ def _ratio(sums: Tensor, counts: Tensor) -> float:
 
 def _spread(rest: Tensor, counts: Tensor) -> float:
     """Standard error of a ratio whose windows are off by `rest`; nan for fewer than 2 windows."""
-    K = int((counts > 0).sum())
-    if K < 2:
-        return math.nan
-    return math.sqrt(K / (K - 1) * float(rest.square().sum())) / float(counts.sum())
+    return ratio_se(rest[counts > 0].tolist(), float(counts.sum()))
 
 
 def _rest(sums: Tensor, counts: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ that a standard error over windows can be had, and how many is for the caller to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,6 +23,7 @@ from howlinear.losses.protocols import Batches
 from howlinear.losses.sweeps import model_inputs
 from howlinear.models.families import Block, backbone
 from howlinear.models.hooks import evaluating, tap
+from howlinear.records import statistics
 
 CHUNK = 4096  # rows run at once
 OCCLUDED = 256  # rows that the conjunction index is a mean over
@@ -192,14 +192,7 @@ def ratio(part: Tensor, whole: Tensor, window: Tensor) -> tuple[float, float]:
         torch.zeros(k, dtype=torch.float64).index_add_(0, cluster, v.double())
         for v in (part, whole)
     )
-    total = float(wholes.sum())
-    if total <= 0:
-        return math.nan, math.nan
-    value = float(parts.sum()) / total
-    if k < 2:
-        return value, math.nan
-    rest = float((parts - value * wholes).square().sum())
-    return value, math.sqrt(k / (k - 1) * rest) / total
+    return statistics.ratio(zip(parts.tolist(), wholes.tolist(), strict=True))
 
 
 @torch.no_grad()

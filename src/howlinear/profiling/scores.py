@@ -11,7 +11,6 @@ the bounded sample that `stream_error` needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,11 +22,12 @@ from howlinear.linear.affine import (
     Score,
     effective_rank,
     input_stats,
+    r2_se,
     score,
     solve,
     spectrum,
 )
-from howlinear.linear.moments import Accumulator
+from howlinear.linear.moments import Accumulator, merged
 from howlinear.linear.stores import BlockStore, Folds, OutNorm, RowSample, Split
 from howlinear.records.fields import BlockExpert, BlockProfile
 from howlinear.records.verdicts import kind_of, safety_of
@@ -59,10 +59,10 @@ def measure(store: BlockStore, split: Split) -> Measured:
     block, held = store.block, split.held(store.sizes)
     folds = isinstance(split, Folds)  # one split has no spread
     crossed = _cross_validate(store, held, around_fit=not folds)
-    total = _pooled(crossed.scores)
-    r2_body = _pooled(crossed.body).r2 if crossed.body else math.nan
-    full = _added([*store.body, *store.first], range(2 * len(store.body)), block.d_in)
-    affine, _ = _fitted(full)
+    total = Score.pooled(crossed.scores)
+    r2_body = Score.pooled(crossed.body).r2 if crossed.body else math.nan
+    full = merged([*store.body, *store.first], block.d_in)
+    affine, _ = solve(full)
     first_share = _first_share(store, held)
     stream, stream_se = _stream_error(store.sample, crossed.maps, known.norm)
     n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
@@ -79,9 +79,9 @@ def measure(store: BlockStore, split: Split) -> Measured:
         kind=kind_of(total.r2, r2_body, total.r2_feature["median"], first_share, rank_share),
         safety=safety_of(signal, first_share, known.shares),
         r2=total.r2,
-        r2_se=_standard_error(crossed.scores, total.r2) if folds else None,
+        r2_se=r2_se(crossed.scores) if folds else None,
         r2_body=r2_body,
-        r2_body_se=_standard_error(crossed.body, r2_body) if folds and crossed.body else None,
+        r2_body_se=r2_se(crossed.body) if folds and crossed.body else None,
         r2_scalar=total.r2_scalar,
         r2_feature=total.r2_feature,
         r2_curve=[total.r2 + gain for gain in (*crossed.gains, 0.0)] if folds else None,
@@ -148,46 +148,16 @@ def _cross_validate(store: BlockStore, held: list[int], around_fit: bool) -> Cro
     maps: dict[int, Affine] = {}
     for f in held:
         rest = [g for g in groups if g != f]
-        train, test = _added(store.body, rest, d), store.body[f].narrow(d)
+        train, test = merged([store.body[g] for g in rest], d), store.body[f].narrow(d)
         if train.n > d and test.n:
-            body.append(score(_fitted(train)[0], test))
+            body.append(score(solve(train)[0], test))
         for g in rest:
             train.merge(store.first[g].narrow(d))
         test.merge(store.first[f].narrow(d))
-        maps[f], Z = _fitted(train)
+        maps[f], Z = solve(train)
         scores.append(score(maps[f], test))
     rank = effective_rank(maps[f], Z, train.mean_x, test, around_fit=around_fit)
     return Crossed(scores, body, maps, rank, _curve(store, rest, test, scores[-1]))
-
-
-def _added(accumulators: Sequence[Accumulator], which: Iterable[int], d_in: int) -> Accumulator:
-    """The sum of some accumulators, without the columns of x from `d_in` on."""
-    first, *others = which
-    total = accumulators[first].narrow(d_in)
-    for g in others:
-        total.merge(accumulators[g].narrow(d_in))
-    return total
-
-
-def _fitted(moments: Accumulator) -> tuple[Affine, Tensor]:
-    """The map and the factor that `effective_rank` needs; rank is reported, rows were checked."""
-    W, rank, Z = solve(moments)
-    return Affine(W, moments.mean_y - W @ moments.mean_x, rank), Z
-
-
-def _pooled(scores: list[Score]) -> Score:
-    total = scores[0]
-    for one in scores[1:]:
-        total = total + one
-    return total
-
-
-def _standard_error(scores: list[Score], r2: float) -> float:
-    """Of a ratio of sums over K folds. Folds share fit rows, so this is an approximation."""
-    K, parts = len(scores), [s.sums() for s in scores]
-    spread = sum((res - (1 - r2) * tot) ** 2 for res, tot in parts)
-    whole = sum(tot for _, tot in parts)
-    return math.sqrt(K / (K - 1) * spread) / whole if whole > 0 and K > 1 else math.nan
 
 
 def _curve(store: BlockStore, rest: list[int], test: Accumulator, full: Score) -> list[float]:
@@ -202,7 +172,7 @@ def _curve(store: BlockStore, rest: list[int], test: Accumulator, full: Score) -
         train = body if train is None else train.merge(body)
         train.merge(store.first[g].narrow(d))
         enough = train.n > d
-        gains.append(score(_fitted(train)[0], test).r2 - full.r2 if enough else math.nan)
+        gains.append(score(solve(train)[0], test).r2 - full.r2 if enough else math.nan)
     return gains
 
 

@@ -1,8 +1,9 @@
-"""Statistics over the blocks of a model: rank correlations and the summary of a profile."""
+"""Statistics of results: ratios of sums with standard errors, correlations, a profile's summary."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,31 @@ def summarise(blocks: list[BlockProfile]) -> dict[str, Any]:
         "largest_jump_before": None if jump is None else blocks[jump + 1].index,
         "depth_spearman": spearman([float(b.index) for b in blocks], values),
     }
+
+
+def ratio(sums: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """(r, standard error) of r = sum a / sum b over K independent groups, each with sums (a, b).
+
+    NaN where sum b is not positive; the standard error is NaN for fewer than two groups too.
+    """
+    pairs = list(sums)
+    total = sum(b for _, b in pairs)
+    if not total > 0:
+        return math.nan, math.nan
+    value = sum(a for a, _ in pairs) / total
+    return value, ratio_se([a - value * b for a, b in pairs], total)
+
+
+def ratio_se(deviations: Sequence[float], total: float) -> float:
+    """sqrt(K / (K - 1) sum d^2) / total: the standard error of a ratio r of sums over K groups.
+
+    `deviations` are a - r b of each group with sums (a, b), `total` is the sum of b. The linearised
+    standard error; NaN for fewer than two groups.
+    """
+    K = len(deviations)
+    if K < 2 or not total > 0:
+        return math.nan
+    return math.sqrt(K / (K - 1) * sum(d * d for d in deviations)) / total
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from howlinear.linear.affine import Affine, UnitMap, solve
-from howlinear.linear.moments import Accumulator, Moments
+from howlinear.linear.affine import Affine, Map, UnitMap, solve
+from howlinear.linear.moments import Accumulator, Moments, merged
 from howlinear.linear.rows import Rows
 from howlinear.losses.perplexity import Comparison, Loss
 from howlinear.losses.protocols import Batches, Protocol, protocol_of
@@ -58,7 +58,6 @@ WEIGHTINGS = ("none", "body", "stream", "output")
 
 NOT_RESUMED = "this family cannot be resumed mid-depth: every swap ran the whole model"
 
-Map = Affine | UnitMap
 Pairs = Sequence[tuple[Block, BlockProfile]]
 Progress = Callable[[str, int], Callable[[int], None]]
 
@@ -68,7 +67,7 @@ class Swaps(Result):
     """What swaps cost; `blocks` is what to read, `maps[i]` the map that block i was swapped for."""
 
     blocks: list[BlockSwap]
-    maps: dict[int, Map]
+    maps: dict[int, Affine | UnitMap]
     costs: dict[int, Cost]  # window by window
     base: Loss | None  # None where the model predicts no tokens
     settings: dict[str, Any]
@@ -204,7 +203,7 @@ def _without_perplexity(
     model: nn.Module,
     pairs: Pairs,
     shelf: Shelf,
-    maps: dict[int, Map],
+    maps: dict[int, Affine | UnitMap],
     found: list[Cost],
     settings: dict[str, Any],
     why: str,
@@ -270,7 +269,7 @@ class Shelf:
         self.model, self.folder, self.run, self.weighting = model, folder, run, weighting
         self.like = next(model.parameters()).detach()
         self.records = {p.index: p for p in run.blocks}
-        self.made: dict[tuple[int, int], Map] = {}
+        self.made: dict[tuple[int, int], Affine | UnitMap] = {}
         self.weighted: dict[int, Moments] = {}
         if weighting in ("stream", "output"):
             if fit is None:
@@ -282,7 +281,7 @@ class Shelf:
         """How many units a map of this block may keep."""
         return [k for k in UNITS if k <= len(self.records[block.index].sink_units or ())]
 
-    def map(self, block: Block, k: int) -> Map:
+    def map(self, block: Block, k: int) -> Affine | UnitMap:
         if k == 0 and self.weighting == "none":
             return self.plain(block)
         key = (block.index, k)
@@ -312,7 +311,7 @@ class Shelf:
     def baselines(self, block: Block) -> dict[str, Replacement]:
         """What a map has to beat: nothing at all, one constant, and plain least squares."""
         parts = read_moments(self.folder, self.records[block.index])
-        mean = _sum([*parts["body"], *parts["first"]]).mean_y.to(self.like)
+        mean = merged([*parts["body"], *parts["first"]]).mean_y.to(self.like)
         return {
             "plain": self.plain(block),
             "zero": lambda x: x.new_zeros(*x.shape[:-1], block.d_out),
@@ -323,7 +322,7 @@ class Shelf:
         if block.index in self.weighted:
             return self.weighted[block.index]
         parts = read_moments(self.folder, self.records[block.index])
-        return _sum(
+        return merged(
             parts["body"] if self.weighting == "body" else [*parts["body"], *parts["first"]]
         )
 
@@ -331,16 +330,8 @@ class Shelf:
 def _fitted(rows: Accumulator, columns: int) -> tuple[Affine, float]:
     """The map of the first columns, and the squares that it leaves unexplained."""
     narrow = rows.narrow(columns)
-    W, rank, Z = solve(narrow)
-    rest = float(narrow.S_yy.sum() - Z.square().sum())
-    return Affine(W, narrow.mean_y - W @ narrow.mean_x, rank), rest
-
-
-def _sum(accumulators: Sequence[Accumulator]) -> Accumulator:
-    total = accumulators[0].copy()
-    for more in accumulators[1:]:
-        total.merge(more)
-    return total
+    affine, Z = solve(narrow)
+    return affine, float(narrow.S_yy.sum() - Z.square().sum())
 
 
 def weighted_moments(
@@ -357,13 +348,13 @@ def weighted_moments(
     def receive(block: Block, rows: Rows) -> None:
         if weighting == "output":
             weight = rows.y.float().square().sum(1).reciprocal()
-        elif rows.stream is None:
+        elif rows.inverse_stream is None:
             raise ValueError(
                 f"block {block.index} ({block.path}): the residual stream of this family is not "
                 "known: use --weighting output or body"
             )
         else:
-            weight = rows.stream.rsqrt()
+            weight = rows.inverse_stream
         x = rows.x if rows.hidden is None else torch.cat([rows.x, rows.hidden], 1)
         found[block.index].update(x, rows.y, weight)
 
