@@ -1,11 +1,23 @@
-"""Results as commands show them, planted: usual numbers, wild ones, and none at all.
+"""Planted results of every command: usual numbers, extreme numbers, and none at all.
 
-`RESULTS[name](v)` is (function of howlinear.terminal, data, blocks); `v` says which numbers.
+`RESULTS[name](v)` is (function of howlinear.cli.tables, data, blocks); `v` says which numbers.
 """
 
 import math
 from dataclasses import dataclass, fields
 
+from howlinear.cli.tables.bench import show_bench
+from howlinear.cli.tables.compare import show_comparison
+from howlinear.cli.tables.compress import show_compression
+from howlinear.cli.tables.control import (
+    show_cross_feed,
+    show_matched,
+    show_random_init,
+    show_training,
+)
+from howlinear.cli.tables.probe import show_probes
+from howlinear.cli.tables.profile import show_profile, show_shard
+from howlinear.cli.tables.swap import show_expert_swaps, show_swaps
 from howlinear.records.fields import (
     BlockCompression,
     BlockProbe,
@@ -68,7 +80,7 @@ def profile_block(v, index, kind="outlier-concentrated"):
 def profile(v):
     blocks = [profile_block(v, i) for i in (0, v.index)]
     summary = summarise([profile_block(USUAL, i) for i in (0, 1)])
-    return "show_profile", about(summary=summary), blocks
+    return show_profile, about(summary=summary), blocks
 
 
 def experts(v):
@@ -82,7 +94,7 @@ def experts(v):
 
 
 def shard(v):
-    return "show_shard", about(), [{"index": 0, "rows": v.parameters}]
+    return show_shard, about(), [{"index": 0, "rows": v.parameters}]
 
 
 def swap_block(v, index):
@@ -100,12 +112,12 @@ def swap(v):
         "tokens": 4191,
     }
     data = about(base=base, signals={"1 - r2": v.r2, "swap_signal": 0.93})
-    return "show_swaps", data, [swap_block(v, i) for i in (0, v.index)]
+    return show_swaps, data, [swap_block(v, i) for i in (0, v.index)]
 
 
 def swap_of_an_encoder(v):
     _, data, blocks = swap(v)
-    return "show_swaps", data | {"base": None, "signals": {}}, blocks
+    return show_swaps, data | {"base": None, "signals": {}}, blocks
 
 
 def expert_swap(v):
@@ -113,7 +125,7 @@ def expert_swap(v):
     known |= {"r2": v.r2, "kl": v.r2, "top1": 0.842, "delta_nll_se": v.se, "delta_nll": v.r2}
     one = ExpertSwap(**{f.name: v.cost for f in fields(ExpertSwap)} | known)
     base = {"perplexity": v.cost, "protocol": "windows-128", "tokens": 4191}
-    return "show_expert_swaps", about(base=base), [one]
+    return show_expert_swaps, about(base=base), [one]
 
 
 def probe(kind):
@@ -144,7 +156,7 @@ def probe(kind):
         left = BlockProbe(1, LONG, v.r2, v.r2, linear, **{kind: {"skipped": "it is constant"}})
         found = {"blocks": 3, "median": v.r2, "max": v.r2}
         found |= {f"{r}_with_1_minus_r2": v.r2 for r in ("pearson", "spearman")}
-        return "show_probes", about(summary={"bilinear_gain": found}), [*blocks, left]
+        return show_probes, about(summary={"bilinear_gain": found}), [*blocks, left]
 
     return made
 
@@ -166,7 +178,7 @@ def compress(v):
         BlockCompression(i, LONG.format(i), 1, rank, [1] * 16, n, n // 3, v.r2)
         for i, rank in ((0, None), (v.index, 12288))
     ]
-    return "show_compression", data, blocks
+    return show_compression, data, blocks
 
 
 def bench(v):
@@ -181,7 +193,7 @@ def bench(v):
     settings |= {"dtype": "bfloat16", "device": "cuda:0", "threads": 64}
     compared = {"verdict": "prefill: 1.50 times as fast", "saved_share": v.r2}
     data = about(speeds=speeds, comparison=compared, against=about()["model"])
-    return "show_bench", data | {"settings": settings}, None
+    return show_bench, data | {"settings": settings}, None
 
 
 def compare(count):
@@ -194,7 +206,7 @@ def compare(count):
         pair = {"a": names[0], "b": names[1], "largest_shift_at": v.index}
         pair |= dict.fromkeys(said, v.estimate())
         crossed = [{"fit": names[0], "scored": names[1], "mean": v.estimate(wide=False)}]
-        return "show_comparison", about(runs=runs, pairs=[pair], crossed=crossed), rows
+        return show_comparison, about(runs=runs, pairs=[pair], crossed=crossed), rows
 
     return made
 
@@ -204,7 +216,7 @@ def random_init(v):
     one = {"index": v.index, "r2": v.r2, "r2_se": v.se, "r2_body": v.r2, "low": v.r2, "high": v.r2}
     one["untrained"] = [{"r2_body": v.r2}] * 3
     return (
-        "show_random_init",
+        show_random_init,
         about(summary=dict.fromkeys(names, v.r2) | {"below": 1, "above": 0}),
         [one],
     )
@@ -214,21 +226,21 @@ def cross_feed(v):
     cells = dict.fromkeys(("aa", "ab", "ba", "bb", "a_moved", "b_moved"), v.estimate())
     split = dict.fromkeys(("difference", "weights", "inputs"), v.estimate())
     one = {"index": v.index, "index_b": v.index, "cells": cells, "split": split}
-    return "show_cross_feed", about(summary=dict.fromkeys(split, v.r2)), [one]
+    return show_cross_feed, about(summary=dict.fromkeys(split, v.r2)), [one]
 
 
 def matched(v):
     names = ("own", "gaussian", "whitened", "x0.5", "x2", "x4")
     one = {"index": v.index, "r2": dict.fromkeys(names, v.estimate()), "predicted": None}
     told = {"r2": v.estimate(), "r2_gaussian": v.r2}
-    return "show_matched", about(), [one, one | {"predicted": told}]
+    return show_matched, about(), [one, one | {"predicted": told}]
 
 
 def training(v):
     blocks = [{"index": i, "r2": [v.r2] * 2} for i in range(118)]
     names = ("step1000", "checkpoint-with-a-very-long-name-in-a-folder-0001")
     data = about(asked={"model": "m" * 100}, checkpoints=[{"name": n} for n in names])
-    return "show_training", data, blocks
+    return show_training, data, blocks
 
 
 PROBES = ("bilinear", "degree", "units", "dense", "poly", "seeded", "trained", "where", "quantised")

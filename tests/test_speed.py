@@ -10,7 +10,7 @@ from rich.console import Console
 
 import tiny
 from howlinear import Affine, blocks
-from howlinear.cli.terminal import show_bench
+from howlinear.cli.tables.bench import show_bench
 from howlinear.export.installing import install_maps
 from howlinear.losses import speed
 from howlinear.losses.speed import Settings, Speed, SpeedComparison, Spread, compare_speeds, measure

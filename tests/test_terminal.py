@@ -8,7 +8,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import shown
-from howlinear.cli import tables, terminal
+from howlinear.cli.tables import printer
+from howlinear.cli.tables.profile import modules
 from howlinear.records import words
 from howlinear.records.escaping import escaped, spelled
 
@@ -55,11 +56,11 @@ SAYS = {  # which of them, by place in the lists above
 
 
 def render(result, width, encoding="utf-8", **how):
-    name, data, blocks = result
+    show, data, blocks = result
     buffer = io.BytesIO()
     file = io.TextIOWrapper(buffer, encoding=encoding, newline="\n")  # strict, as a pipe is
     console = Console(file=file, width=width, highlight=False, **how)
-    getattr(terminal, name)(console, data, *([] if blocks is None else [blocks]))
+    show(console, data, *([] if blocks is None else [blocks]))
     file.flush()
     return buffer.getvalue().decode(encoding)
 
@@ -161,11 +162,11 @@ def test_other_figures():
 def test_where_blocks_are():
     paths = [(i, f"encoder.block.{i}.layer.1.ff") for i in range(3)]
     paths += [(3 + i, f"decoder.block.{i}.layer.2.ff") for i in (0, 2)]
-    assert terminal.modules(paths) == [
+    assert modules(paths) == [
         "blocks 0-2: encoder.block.{0-2}.layer.1.ff",
         "blocks 3,5: decoder.block.{0,2}.layer.2.ff",
     ]
-    assert terminal.modules([(0, "h.#.x"), (1, f"h.{'9' * 5000}.x")])[0] == "block 0: h.#.x"
+    assert modules([(0, "h.#.x"), (1, f"h.{'9' * 5000}.x")])[0] == "block 0: h.#.x"
 
 
 HOSTILE = "a\x1b[31m\x07\u202eevil\u2066\r\n[red]b[/red]\x9b"
@@ -213,6 +214,5 @@ def test_colour_never_stands_alone():
 
 
 def test_words_are_cut_in_the_middle_and_by_cells():
-    assert tables.cut("model.layers.0.mlp", 9) == "mode….mlp"
-    assert cell_len(tables.cut("中文字符" * 9, 10)) == 10
-    assert str(tables.plain("abc\x00", None)) == "abc\\x00"
+    assert printer.cut("model.layers.0.mlp", 9) == "mode….mlp"
+    assert cell_len(printer.cut("中文字符" * 9, 10)) == 10

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 import shown
-from howlinear.cli import app, terminal
+from howlinear.cli import app
 from howlinear.cli.parts import progress_bars
+from howlinear.cli.tables.printer import terminal_console
 from howlinear.records.files import SCHEMA, write_json
 
 pty = pytest.importorskip("pty")  # there is none on Windows
@@ -71,9 +72,9 @@ def surrounded(monkeypatch, **more):
 )
 def test_colour_of_a_table(monkeypatch, where, env, coloured):
     surrounded(monkeypatch, **env)
-    name, data, blocks = shown.profile(shown.USUAL)
+    show, data, blocks = shown.profile(shown.USUAL)
     with where(monkeypatch, "stdout") as seen:
-        getattr(terminal, name)(terminal.terminal_console(), data, blocks)
+        show(terminal_console(), data, blocks)
     assert bool(COLOUR.search(seen[0])) is coloured
     words = re.sub(r"\x1b\[[\d;]*m", "", seen[0])
     assert "0.887 ±.003 ████████▉  " in words

@@ -20,6 +20,8 @@ from howlinear.cli.parts import (
     say,
     versions,
 )
+from howlinear.cli.tables.bench import show_bench
+from howlinear.cli.tables.printer import terminal_console
 
 
 def bench(
@@ -76,6 +78,4 @@ def bench(
     if as_json:
         print_json(result.to_dict())
         return
-    from howlinear.cli import terminal
-
-    terminal.show_bench(terminal.terminal_console(), result.to_dict())
+    show_bench(terminal_console(), result.to_dict())

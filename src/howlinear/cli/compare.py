@@ -14,6 +14,7 @@ from howlinear.cli.parts import (
     show,
     versions,
 )
+from howlinear.cli.tables.compare import show_comparison
 
 
 def compare(
@@ -29,4 +30,4 @@ def compare(
     result.about.update(command=shlex.join(["howlinear", *sys.argv[1:]]), versions=versions())
     if out is not None:
         files.write_json(out, result.to_dict())
-    show(result, "show_comparison", out, as_json)
+    show(result, show_comparison, out, as_json)

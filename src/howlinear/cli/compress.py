@@ -31,6 +31,7 @@ from howlinear.cli.parts import (
     show,
     versions,
 )
+from howlinear.cli.tables.compress import show_compression
 
 
 class Export(StrEnum):
@@ -144,4 +145,4 @@ def compress(
     write_json(run / "plan.json", result.plan_dict())
     write_json(run / "compress.json", result.to_dict())
     where = run / "compress.json" if out is None or dry_run else out
-    show(result, "show_compression", where, as_json)
+    show(result, show_compression, where, as_json)

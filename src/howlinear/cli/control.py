@@ -28,6 +28,14 @@ from howlinear.cli.parts import (
     text_of,
     versions,
 )
+from howlinear.cli.tables.control import (
+    show_cross_feed,
+    show_matched,
+    show_random_init,
+    show_training,
+)
+
+SHOW = {"random-init": show_random_init, "matched": show_matched, "cross-feed": show_cross_feed}
 
 control = typer.Typer(
     help="Experiments that tell what is learned from what is architectural.",
@@ -261,7 +269,7 @@ def checkpoints(
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             files.write_json(path, result.to_dict())
-    show(result, "show_training", path, as_json)
+    show(result, show_training, path, as_json)
     ranks.stop()
 
 
@@ -368,4 +376,4 @@ class _Given:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"control-{result.kind}.json"
         files.write_json(path, result.to_dict())
-        show(result, f"show_{result.kind.replace('-', '_')}", path, as_json)
+        show(result, SHOW[result.kind], path, as_json)

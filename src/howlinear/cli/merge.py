@@ -16,6 +16,7 @@ from howlinear.cli.parts import (
     show,
     versions,
 )
+from howlinear.cli.tables.profile import show_profile
 
 
 def merge(
@@ -35,4 +36,4 @@ def merge(
         result = merge_runs(runs, out, begin("solving", 0))
     result.about.update(command=shlex.join(["howlinear", *sys.argv[1:]]), versions=versions())
     result.save(out)
-    show(result, "show_profile", out, as_json)
+    show(result, show_profile, out, as_json)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import howlinear
-from howlinear.records.escaping import escaped, spelled
+from howlinear.cli.tables.printer import terminal_console, write_whole
+from howlinear.records.escaping import escaped
 
 if TYPE_CHECKING:
     from howlinear.models.corpus import Text
@@ -44,19 +45,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result's JSON an
 PARTS = ("fit", "choose", "report")
 
 
-def show(result: Any, table: str, where: Path | None, as_json: bool) -> None:
-    """The result as one JSON document, or as a table of `terminal` and where to find it."""
+def show(result: Any, show_table: Callable[..., None], where: Path | None, as_json: bool) -> None:
+    """Print the result as one JSON document, or as a table and where its file is."""
     if follows():
         return
     if as_json:
         print_json(result.to_dict())
         return
-    from howlinear.cli import terminal
-
-    console = terminal.terminal_console()
-    getattr(terminal, table)(console, result.to_dict(), result.blocks)
+    console = terminal_console()
+    show_table(console, result.to_dict(), result.blocks)
     if where is not None:
-        print(spelled(escaped(f"results in {where}"), console.encoding))  # whole, to be copied
+        write_whole(console, f"results in {where}")
 
 
 def print_json(data: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from howlinear.cli.parts import (
     show,
     versions,
 )
+from howlinear.cli.tables.probe import show_probes
 
 
 class Search(StrEnum):
@@ -118,4 +119,4 @@ def probe(
             },
             progress=begin,
         )
-    show(result, "show_probes", run / "probe.json", as_json)
+    show(result, show_probes, run / "probe.json", as_json)

@@ -38,6 +38,9 @@ from howlinear.cli.parts import (
     texts_of,
     versions,
 )
+from howlinear.cli.tables.compare import show_comparison
+from howlinear.cli.tables.printer import terminal_console, write
+from howlinear.cli.tables.profile import show_profile, show_shard
 
 
 class Protocol(StrEnum):
@@ -248,12 +251,12 @@ def profile(
             60 * save_every,
         )
     if part[1] > 1 or len(texts) == 1:
-        show(result, "show_shard" if part[1] > 1 else "show_profile", folder, as_json)
+        show(result, show_shard if part[1] > 1 else show_profile, folder, as_json)
     else:
         result = comparing.compare_runs(list(texts)) if ranks.rank == 0 else None
         if result is not None:
             result.about.update(command=about["command"], versions=versions())
-        show(result, "show_comparison", out, as_json)
+        show(result, show_comparison, out, as_json)
     if elsewhere is not None:
         shutil.rmtree(elsewhere.parent, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -422,8 +425,6 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
     if as_json:
         print_json(cost.to_dict())
         return
-    from howlinear.cli.tables import terminal_console, write
-
     console = terminal_console()
     for line in cost.lines():
         write(console, line)

@@ -14,6 +14,8 @@ import typer
 
 from howlinear.cli.parts import AllowPickle, AsJson, Device, Overwrite, follows, say, slug
 from howlinear.cli.profile import Protocol, profile
+from howlinear.cli.tables.printer import terminal_console, write
+from howlinear.cli.tables.reproduce import show_reproductions
 from howlinear.records import paper
 from howlinear.records.paper import Reproduction, reproduce_run
 
@@ -147,11 +149,7 @@ def _show(results: list[Reproduction], unreached: dict[str, str], as_json: bool)
         command = shlex.join(["howlinear", *sys.argv[1:]])
         print(files.dumps(paper.document(results, unreached, command)))
         return
-    from rich.console import Console
-
-    from howlinear.cli.terminal_reproduce import show_reproductions
-
-    console = Console(highlight=False)
+    console = terminal_console()
     show_reproductions(console, results, unreached)
     if unreached:
-        console.print(f"with local copies of the paper's models: {LOCAL}")
+        write(console, f"with local copies of the paper's models: {LOCAL}")

@@ -28,6 +28,7 @@ from howlinear.cli.parts import (
     show,
     versions,
 )
+from howlinear.cli.tables.swap import show_expert_swaps, show_swaps
 
 
 class Units(StrEnum):
@@ -108,7 +109,7 @@ def swap(
             result: Any = measure_expert_swaps(
                 net, run, experts, report=report, ranks=ranks, progress=begin, **how
             )
-        _finish_swap(result, told, run, ranks, "show_expert_swaps", "swap-experts.json", as_json)
+        _finish_swap(result, told, run, ranks, show_expert_swaps, "swap-experts.json", as_json)
         return
     choose, _ = held_out(text.choose(), tokenizer, cut, max(tokens // 2, 1), bos)
     fit = None
@@ -133,11 +134,11 @@ def swap(
             ranks=ranks,
             progress=begin,
         )
-    _finish_swap(result, told, run, ranks, "show_swaps", "swap.json", as_json)
+    _finish_swap(result, told, run, ranks, show_swaps, "swap.json", as_json)
 
 
 def _finish_swap(
-    result: Any, about: dict[str, Any], run: Path, ranks: Any, table: str, name: str, as_json: bool
+    result: Any, about: dict[str, Any], run: Path, ranks: Any, table: Any, name: str, as_json: bool
 ) -> None:
     result.about.update(about)
     if ranks.rank == 0:
