@@ -15,12 +15,15 @@ import torch
 
 import tiny
 from howlinear import blocks, profile
-from howlinear.controls.experiments import cross_feed, matched, random_init
+from howlinear.controls.cross_feed import cross_feed
+from howlinear.controls.matched import matched
+from howlinear.controls.random_init import random_init
 from howlinear.losses.sweeps import map_errors
 from howlinear.profiling.passes import Course
 from howlinear.records.files import clean
 from howlinear.run.ranks import Ranks
 from howlinear.run.saving import Saves
+from howlinear.run.work import Work
 from howlinear.swapping.swaps import measure_swaps
 
 LENGTH = 32
@@ -62,9 +65,10 @@ def everything(ranks, folder):
     maps = [(b, result_map(b)) for b in blocks(model)]
     errors = map_errors(model, maps, batches, ranks)
     found["errors"] = [[e.cosine, e.rmse, e.stream_error] for e in errors]
-    found["random"] = random_init(model, windows, seeds=1, batch_size=7, ranks=ranks).to_dict()
-    found["matched"] = matched(model, windows, batch_size=7, ranks=ranks).to_dict()
-    crossed = cross_feed(model, other, windows, windows, pairs="0:1,2:0", batch_size=7, ranks=ranks)
+    work = Work(ranks, batch_size=7)
+    found["random"] = random_init(model, windows, seeds=1, work=work).to_dict()
+    found["matched"] = matched(model, windows, work=work).to_dict()
+    crossed = cross_feed(model, other, windows, windows, pairs="0:1,2:0", work=work)
     found["cross"] = crossed.to_dict()
     return clean(found)
 

@@ -7,14 +7,10 @@ import torch
 
 import tiny
 from howlinear import profile
-from howlinear.controls.experiments import (
-    cross_feed,
-    depth_pairs,
-    matched,
-    random_init,
-    training,
-    untrained,
-)
+from howlinear.controls.checkpoints import read_training
+from howlinear.controls.cross_feed import cross_feed, depth_pairs
+from howlinear.controls.matched import matched
+from howlinear.controls.random_init import random_init, untrained
 from howlinear.records.files import write_json
 
 
@@ -188,17 +184,17 @@ def test_blocks_without_a_prediction_are_told():
 
 def test_checkpoints_are_kept_and_gone_on_with(net, other, tmp_path):
     path, asked = tmp_path / "control-checkpoints.json", {"folds": 5}
-    first = training(path, asked)
+    first = read_training(path, asked)
     first.measure(net, ids(), "step1")
     write_json(path, first.to_dict())
-    again = training(path, asked)
-    assert again.summary["measured"] == ["step1"]
+    again = read_training(path, asked)
+    assert again.measured == ["step1"]
     again.measure(other, ids(), "step0")
     again.sort(["step0", "step1"])
     assert [c["name"] for c in again.checkpoints] == ["step0", "step1"]
     assert again.blocks[0]["r2"][1] == profile(net, ids().split(8)).blocks[0].r2
-    with pytest.raises(ValueError, match="asked for something else"):
-        training(path, {"folds": 4})
+    with pytest.raises(ValueError, match="measured with other settings"):
+        read_training(path, {"folds": 4})
     path.write_text(path.read_text().replace('"r2_body"', '"r2_soul"'))
     with pytest.raises(ValueError, match="damaged"):
-        training(path, asked)
+        read_training(path, asked)

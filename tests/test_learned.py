@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from howlinear import load, profile, windows
-from howlinear.controls.experiments import cross_feed, matched, random_init
+from howlinear.controls.cross_feed import cross_feed
+from howlinear.controls.matched import matched
+from howlinear.controls.random_init import random_init
 from howlinear.records.files import read_monitor
 
 FOLDER = Path(__file__).parent / "models"

@@ -11,7 +11,8 @@ import tiny
 from howlinear import Affine, LinearityMonitor, Moments, compare_runs, merge_runs, profile, score
 from howlinear import fit as fit_map
 from howlinear.compression.compress import Compression
-from howlinear.controls.experiments import Control, Training
+from howlinear.controls.checkpoints import Training
+from howlinear.controls.results import Control
 from howlinear.linear.affine import Factored, UnitMap
 from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import Protocol

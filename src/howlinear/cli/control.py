@@ -91,7 +91,8 @@ def random_init(
     given = _Given(model, text_file, tokens, max_length, folds, device)
     net, ids = given.load(trust_remote_code, allow_pickle)
 
-    from howlinear.controls.experiments import random_init as measure
+    from howlinear.controls.random_init import random_init as measure
+    from howlinear.run.work import Work
 
     with progress_bars() as begin:
         result = measure(
@@ -102,9 +103,7 @@ def random_init(
             shuffled=shuffled,
             at=blocks,
             folds=given.folds,
-            batch_size=batch_size,
-            ranks=given.ranks,
-            progress=begin,
+            work=Work(given.ranks, batch_size, begin),
         )
     given.write(result, net, out, as_json)
 
@@ -130,8 +129,9 @@ def matched(
     net, ids = given.load(trust_remote_code, allow_pickle)
 
     from howlinear import blocks as blocks_of
-    from howlinear.controls.experiments import matched as measure
-    from howlinear.controls.experiments import memory
+    from howlinear.controls.matched import matched as measure
+    from howlinear.controls.matched import memory
+    from howlinear.run.work import Work
 
     given.check_room(memory(blocks_of(net, blocks), given.folds))
     with progress_bars() as begin:
@@ -141,9 +141,7 @@ def matched(
             at=blocks,
             folds=given.folds,
             seed=seed,
-            batch_size=batch_size,
-            ranks=given.ranks,
-            progress=begin,
+            work=Work(given.ranks, batch_size, begin),
         )
     given.write(result, net, out, as_json)
 
@@ -168,9 +166,10 @@ def cross_feed(
 ) -> None:
     """Blocks of A on B's inputs and the other way round: whose weights, whose inputs?"""
     from howlinear import blocks
-    from howlinear.controls.experiments import cross_feed as measure
-    from howlinear.controls.experiments import depth_pairs, memory
+    from howlinear.controls.cross_feed import cross_feed as measure
+    from howlinear.controls.cross_feed import depth_pairs, memory
     from howlinear.models import loading
+    from howlinear.run.work import Work
 
     a, b = (
         _Given(name, text_file, tokens, max_length, folds, device) for name in (model_a, model_b)
@@ -189,9 +188,7 @@ def cross_feed(
             ids_b,
             pairs=pairs,
             folds=a.folds,
-            batch_size=batch_size,
-            ranks=a.ranks,
-            progress=begin,
+            work=Work(a.ranks, batch_size, begin),
         )
     result.about["model_b"] = loading.describe(net_b, b.name, b.revision)
     a.write(result, net_a, out, as_json)
@@ -218,10 +215,11 @@ def checkpoints(
 ) -> None:
     """The profile over training. What is measured stays, so that the same command goes on."""
     from howlinear import blocks as blocks_of
-    from howlinear.controls import experiments
+    from howlinear.controls.checkpoints import read_training
     from howlinear.models import corpus, loading
     from howlinear.records import files
     from howlinear.run.ranks import Ranks
+    from howlinear.run.work import Work
 
     ranks = Ranks.start()
     stages = loading.checkpoints(model, revisions.split(",") if revisions else None)
@@ -236,9 +234,9 @@ def checkpoints(
     }
     folder = out or Path("runs") / f"{slug(model)}-control"
     path = folder / "control-checkpoints.json"
-    result = ranks.share(experiments.training(path, asked))
+    result = ranks.share(read_training(path, asked))
     for name, (where, revision) in stages.items():
-        if name in result.summary["measured"]:
+        if name in result.measured:
             continue
         say(f"loading {name}")
         net, tokenizer = loading.load(
@@ -256,9 +254,7 @@ def checkpoints(
             tokens=tokens or corpus.default_tokens(widest),
         )
         with progress_bars() as begin:
-            advance = begin(f"profiling {name}", ids.numel() // ranks.count)
-            how: dict[str, Any] = {"at": blocks, "batch_size": batch_size, "ranks": ranks}
-            result.measure(net, ids, name, progress=advance, **how)
+            result.measure(net, ids, name, at=blocks, work=Work(ranks, batch_size, begin))
         result.about.update(
             model=loading.describe(net, where, revision),
             command=shlex.join(["howlinear", *sys.argv[1:]]),

@@ -1,20 +1,20 @@
-"""Blocks on inputs that are not their own, or not as they come: sums of rows, and R2 by folds.
+"""Blocks on inputs that are not their own, or changed before they enter: R2 by cross-validation.
 
-    stats = input_moments(model, windows, at, 8, advance)       # block index -> mean, covariance
-    asked = {3: {"own": (None, run, d), "x2": (double, run, d)}}
-    feed(model, windows, blocks, asked, Folds(5), 8, advance)   # block index -> output -> sums
-    on_gaussian(run, block, stats[3], windows, Folds(5), 0, None)
+    stats = input_moments(model, windows, at, work, "inputs")   # block index -> (mean, covariance)
+    outputs = {block: {"own": Output(run, d), "x2": Output(run, d, move=double)}}
+    feed(model, windows, outputs, Folds(5), work, "scaled inputs")  # block index -> name -> fold sums
+    on_gaussian(run, block, stats[3], windows, Folds(5), seed=0)    # fold sums
 
-Least squares does not care how inputs are written: regressing f(Ax + c) on x gives the R2 of f on
-Ax + c, whatever invertible A. So the outputs of several blocks, and of one block on scaled, moved
+Least squares does not depend on how inputs are written: regressing f(Ax + c) on x gives the R2 of f
+on Ax + c, for every invertible A. So the outputs of several blocks, and of one block on scaled, moved
 or whitened inputs, share one set of sums and one factorisation with x on its left side. No
 activations are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,149 +27,124 @@ from howlinear.linear.crossval import cross_validate
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.stores import Folds
-from howlinear.models.families import Block, backbone, call_options
-from howlinear.models.hooks import as_module, tap
+from howlinear.models.families import Block
+from howlinear.models.forward import Batch, run_rows
 from howlinear.records.jackknife import Sums
-from howlinear.run.ranks import ALONE, Ranks
+from howlinear.run.work import Work
 
-Rewrite = Callable[[Tensor], Tensor]
-Output = tuple[Rewrite | None, Rewrite, int]  # move x first, then run, d_out
+GAUSSIAN_ROWS = 4096  # drawn at a time
 
-
-def as_function(model: nn.Module, block: Block) -> Callable[[Tensor], Tensor]:
-    """The block as a function of rows, in its own dtype and on its own device."""
-    module = as_module(model, block)
-    parameter = next(model.parameters())
-
-    def run(x: Tensor) -> Tensor:
-        windows = x if x.dim() == 3 else x[None]  # experts count on batches of windows
-        with torch.no_grad():
-            y = module(windows.to(parameter))
-        return (y[0] if isinstance(y, tuple) else y).view(*x.shape[:-1], -1)
-
-    return run
+RowFunction = Callable[[Tensor], Tensor]  # (..., d_in) -> (..., d_out)
+InputMoments = tuple[Tensor, Tensor]  # mean (d_in,), covariance (d_in, d_in)
 
 
-@contextmanager
-def _heard(
-    model: nn.Module, at: Sequence[Block], receive: Any
-) -> Iterator[Callable[[Tensor], None]]:
-    """Inside, a call with windows runs the model without its head."""
-    net, device = backbone(model), next(model.parameters()).device
-    extra = call_options(net)
+@dataclass(frozen=True)
+class Output:
+    """One thing to regress on the inputs x of a block: run(x), or run(move(x))."""
 
-    def run(ids: Tensor) -> None:
-        with torch.no_grad():
-            net(input_ids=ids.to(device), **extra)
-
-    with tap(model, receive, at=at):
-        yield run
+    run: RowFunction
+    d_out: int
+    move: RowFunction | None = None
 
 
 def input_moments(
-    model: nn.Module,
-    windows: Tensor,
-    at: Sequence[Block],
-    batch_size: int,
-    advance: Callable[[int], None],
-    ranks: Ranks = ALONE,
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Mean and covariance of what enters each block."""
+    model: nn.Module, windows: Tensor, at: Sequence[Block], work: Work, label: str
+) -> dict[int, InputMoments]:
+    """Mean and covariance of the inputs of each block, by block index."""
     sums = {b.index: Moments(b.d_in, 1) for b in at}
 
-    def receive(block: Block, rows: Rows) -> None:
+    def receive(_: Batch, block: Block, rows: Rows) -> None:
         sums[block.index].update(rows.x, rows.x[..., :1])
 
-    with _heard(model, at, receive) as run:
-        for number, batch in enumerate(windows.split(batch_size)):
-            if ranks.mine(number):
-                run(batch)
-            advance(batch.numel())
-    sums = {i: ranks.added(m) for i, m in sums.items()}
+    run_rows(model, windows, receive, at=at, work=work, label=label)
+    sums = {i: work.ranks.added(m) for i, m in sums.items()}
     return {i: (m.mean_x, m.gram()[0] / m.weight) for i, m in sums.items()}
 
 
 def feed(
     model: nn.Module,
     windows: Tensor,
-    known: Any,
-    asked: dict[int, dict[Any, Output]],
+    outputs: Mapping[Block, Mapping[Any, Output]],
     split: Folds,
-    batch_size: int,
-    advance: Callable[[int], None],
+    work: Work,
+    label: str,
     predicted: Mapping[int, Affine] = MappingProxyType({}),
-    ranks: Ranks = ALONE,
 ) -> dict[int, dict[Any, Sums]]:
-    """Cross-validated sums of every output asked for on the inputs of each block.
+    """Cross-validated sums of each block's outputs on its inputs, by block index.
 
-    `asked` has an output "own" first, the block's own. `predicted` has maps of that one to score on
-    the same rows, by block.
+    The first output of a block is "own", what the block itself computes. `predicted` has maps of
+    that one, by block index, to score on the same rows.
     """
-    at = [known[i] for i in sorted(asked)]
-    groups: dict[int, list[Moments]] = {}
-    slices: dict[int, dict[Any, slice]] = {}
-    for b in at:
-        start, slices[b.index] = 0, {}
-        for name, (_, _, width) in asked[b.index].items():
-            slices[b.index][name] = slice(start, start + width)
-            start += width
-        groups[b.index] = [Moments(b.d_in, start) for _ in range(split.groups)]
-    offset = 0
+    ranks, groups = (
+        work.ranks,
+        {
+            b.index: [
+                Moments(b.d_in, sum(o.d_out for o in outputs[b].values()))
+                for _ in range(split.groups)
+            ]
+            for b in outputs
+        },
+    )
 
-    def receive(block: Block, rows: Rows) -> None:
+    def receive(batch: Batch, block: Block, rows: Rows) -> None:
         assert rows.shape is not None
         B, L = rows.shape
         x = rows.x.view(B, L, -1)
-        outputs = [
-            rows.y if name == "own" else run(x if move is None else move(x))
-            for name, (move, run, _) in asked[block.index].items()
+        parts = [
+            rows.y if name == "own" else o.run(x if o.move is None else o.move(x))
+            for name, o in outputs[block].items()
         ]
-        y = torch.cat([o.view(B, L, -1) for o in outputs], -1)
-        for g, w, p in split.pieces([offset + i * L for i in range(B)], L):
+        y = torch.cat([part.view(B, L, -1) for part in parts], -1)
+        for g, w, p in split.pieces(batch.offsets, L):
             groups[block.index][g].update(x[w, p], y[w, p])
 
-    with _heard(model, at, receive) as run_model:
-        for number, batch in enumerate(windows.split(batch_size)):
-            if ranks.mine(number):
-                run_model(batch)
-            offset += batch.numel()
-            advance(batch.numel())
-    found: dict[int, dict[Any, Sums]] = {}
+    at = sorted(outputs, key=lambda b: b.index)
+    run_rows(model, windows, receive, at=at, work=work, label=label)
+    scores: dict[int, dict[Any, Sums]] = {}
     for k, b in enumerate(at):
-        own = [ranks.collect(m, k % ranks.count) for m in groups.pop(b.index)]
-        kept = [m for m in own if m is not None and m.n]
-        if not ranks.mine(k):
-            continue
-        found[b.index] = _cross_validated(kept, slices[b.index])
-        if b.index in predicted:
-            found[b.index]["predicted"] = [_as_first(predicted[b.index], kept)]
-    return ranks.joined(found)
+        collected = [ranks.collect(m, k % ranks.count) for m in groups.pop(b.index)]
+        if ranks.mine(k):
+            folds = [m for m in collected if m is not None and m.n]
+            scores[b.index] = _cross_validated(folds, _columns(outputs[b]))
+            if b.index in predicted:
+                scores[b.index]["predicted"] = [_fold_sums(predicted[b.index], folds)]
+    return ranks.joined(scores)
 
 
-def _cross_validated(groups: list[Moments], slices: dict[Any, slice]) -> dict[Any, Sums]:
+def _columns(outputs: Mapping[Any, Output]) -> dict[Any, slice]:
+    """Where each output is among the columns of y."""
+    columns, start = {}, 0
+    for name, output in outputs.items():
+        columns[name] = slice(start, start + output.d_out)
+        start += output.d_out
+    return columns
+
+
+def _cross_validated(groups: list[Moments], columns: dict[Any, slice]) -> dict[Any, Sums]:
     """[SS_res, SS_tot] of each fold by the map of the others, for each part of the outputs."""
     scores = cross_validate(groups)
-    return {name: [[one.sums(part) for one in scores]] for name, part in slices.items()}
+    return {name: [[one.sums(part) for one in scores]] for name, part in columns.items()}
 
 
-def _as_first(affine: Affine, groups: list[Moments]) -> list[list[float]]:
-    """[SS_res, SS_tot] of each fold by a map of the first outputs alone."""
+def _fold_sums(affine: Affine, groups: list[Moments]) -> list[list[float]]:
+    """[SS_res, SS_tot] of each fold by a map of the first d_out columns of y."""
     more = groups[0].d_out - affine.d_out
     W = torch.nn.functional.pad(affine.weight, (0, 0, 0, more))
-    whole = Affine(W, torch.nn.functional.pad(affine.bias, (0, more)), affine.rank)
-    return [score(whole, m).sums(slice(affine.d_out)) for m in groups]
+    padded = Affine(W, torch.nn.functional.pad(affine.bias, (0, more)), affine.rank)
+    return [score(padded, m).sums(slice(affine.d_out)) for m in groups]
 
 
+@torch.no_grad()
 def on_gaussian(
-    module: Callable[[Tensor], Tensor],
+    run: RowFunction,
     block: Block,
-    stats: tuple[Tensor, Tensor],
+    stats: InputMoments,
     windows: Tensor,
     split: Folds,
     seed: int,
-    expected: Affine | None,
+    predicted: Affine | None = None,
 ) -> tuple[Sums, Sums | None]:
-    """R2 on as many Gaussian rows as the text has, and of the predicted map there."""
+    """Fold sums on as many Gaussian rows as the text has, and those of a predicted map there."""
     generator, root = torch.Generator().manual_seed(seed), symmetric_root(stats[1])
     groups = [Moments(block.d_in, block.d_out) for _ in range(split.groups)]
     sizes = [0] * split.groups
@@ -177,11 +152,9 @@ def on_gaussian(
     for g, w, _ in split.pieces([i * length for i in range(len(windows))], length):
         sizes[g] += (w.stop - w.start) * length
     for moments, size in zip(groups, sizes, strict=True):
-        for start in range(0, size, 4096):
-            x = draw(stats[0], root, min(4096, size - start), generator)
-            moments.update(x.float(), module(x.float()))
-    kept = [m for m in groups if m.n]
-    sums = _cross_validated(kept, {"own": slice(None)})["own"]
-    if expected is None:
-        return sums, None
-    return sums, [[score(expected, m).sums() for m in kept]]
+        for start in range(0, size, GAUSSIAN_ROWS):
+            x = draw(stats[0], root, min(GAUSSIAN_ROWS, size - start), generator).float()
+            moments.update(x, run(x))
+    folds = [m for m in groups if m.n]
+    sums = _cross_validated(folds, {"own": slice(None)})["own"]
+    return sums, None if predicted is None else [_fold_sums(predicted, folds)]

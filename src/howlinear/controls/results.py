@@ -1,0 +1,45 @@
+"""What a control hands back, and the numbers that every control computes from fold sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from howlinear.records.jackknife import Sums, jackknife
+from howlinear.report.results import Result
+
+
+@dataclass(frozen=True, repr=False)
+class Control(Result):
+    """The fields of `control-KIND.json`."""
+
+    kind: str
+    blocks: list[dict[str, Any]]
+    summary: dict[str, Any]
+    settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        return f"control-{self.kind}", {
+            "settings": self.settings,
+            "summary": self.summary,
+            "notes": self.notes,
+            "blocks": self.blocks,
+        }
+
+    def _line(self) -> str:
+        return f"{self.kind}, {len(self.blocks)} blocks"
+
+
+def estimate(
+    runs: list[Sums], paired: bool, statistic: Callable[..., float] = lambda r2s: r2s[0]
+) -> dict[str, Any]:
+    """A statistic of the R2s of these fold sums, by default the R2 of one, with its interval."""
+    return jackknife(statistic, runs, paired=paired).to_dict()
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
