@@ -14,6 +14,7 @@ from command import COMMAND, run
 from howlinear.cli import parts
 from howlinear.models.families import Block
 from howlinear.profiling.needs import needs
+from howlinear.run import room
 
 SMALL = Path(__file__).parent / "models" / "llama"
 
@@ -132,7 +133,7 @@ def test_models_that_are_not_there(tmp_path, complaint):
 
 
 def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(parts, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(room, "available_memory", lambda: 10**9)
     with pytest.raises(
         ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
     ):
@@ -280,13 +281,11 @@ def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypa
     assert off["2"] == abs(mixed["blocks"][2]["r2"] - plain["blocks"][2]["r2"])
     assert any("sums in mixed precision: R2 of blocks 0, 2, 3" in note for note in mixed["notes"])
     from howlinear import blocks as found
-    from howlinear.cli import profile
     from howlinear.models import loading
 
     own = found(loading.load(str(SMALL))[0], "0-1")
-    room = needs(own, 64, 5).memory + 1000
-    monkeypatch.setattr(profile, "available_memory", lambda: room)
-    monkeypatch.setattr(parts, "available_memory", lambda: room)
+    free = needs(own, 64, 5).memory + 1000
+    monkeypatch.setattr(room, "available_memory", lambda: free)
     grouped, told = blocks("grouped")
     near(plain, grouped, 1e-12)
     assert "do not fit into memory: 2 at a time" in told

@@ -122,7 +122,7 @@ def test_mistakes(complaint, little, wide, args, message):
 
 
 def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, monkeypatch):
-    monkeypatch.setattr("howlinear.cli.control.available_memory", lambda: 1000)
+    monkeypatch.setattr("howlinear.run.room.available_memory", lambda: 1000)
     said = complaint("control", "matched", little / "run")
     assert "GB are free: measure fewer --blocks" in said
     model = str(little / "model")

@@ -6,6 +6,8 @@ import shutil
 import pytest
 
 from command import run
+from howlinear.records.verdicts import SAFETY
+from howlinear.run.folder import RunFolder
 
 
 @pytest.fixture
@@ -32,7 +34,9 @@ def test_swap_prints_a_table_and_writes_a_file(little):
     assert "rank correlation with what plain least squares costs" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines()[2:] if "json" not in line)
     profile = json.loads((little / "run" / "profile.json").read_text())
-    assert all(b["safety"].startswith("measured") for b in profile["blocks"])
+    assert all(b["safety"] in SAFETY for b in profile["blocks"])  # the estimate stays
+    words = RunFolder(little / "run").safety()
+    assert all(word.startswith("measured") for word in words.values())
     assert not list((little / "run").glob(".*"))  # nothing half-written
 
 

@@ -15,7 +15,8 @@ from howlinear.models.experts import mixtures, replaced
 from howlinear.models.hooks import swapped
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import profile_shard, split_of
-from howlinear.run.saving import Saves, read_map, read_store
+from howlinear.run.saving import Saves
+from howlinear.run.tensors import read_map, read_store
 from howlinear.swapping.expert_swaps import chosen, measure_expert_swaps
 from test_merging import MODEL, close
 from test_profiling import lstsq, ss

@@ -12,7 +12,8 @@ from howlinear import Profile, blocks, merge_runs, profile
 from howlinear.linear.stores import CELL
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import profile_shard, split_of
-from howlinear.run.saving import Saves, read_store
+from howlinear.run.saving import Saves
+from howlinear.run.tensors import read_store
 
 LENGTH = 64
 

@@ -12,7 +12,7 @@ from howlinear import Profile, profile
 from howlinear.linear.stores import CELL, SAMPLE, Folds, RowSample, RowSplit
 from howlinear.models.families import blocks
 from howlinear.models.hooks import swapped
-from howlinear.run.saving import read_moments
+from howlinear.run.tensors import read_moments
 
 LENGTH = 128
 

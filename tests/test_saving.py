@@ -18,7 +18,8 @@ from command import COMMAND, inside
 from howlinear import Profile, blocks, profile
 from howlinear.linear.stores import CELL, OutNorm
 from howlinear.profiling.passes import Course
-from howlinear.run.saving import Saves, read_map, read_store, read_tensors, write_tensors
+from howlinear.run.saving import Saves
+from howlinear.run.tensors import read_map, read_store, read_tensors, write_tensors
 
 LENGTH = 64
 

@@ -16,7 +16,6 @@ from howlinear.cli.parts import (
     Device,
     TrustRemoteCode,
     asked_of,
-    available_memory,
     fitting,
     own_device,
     progress_bars,
@@ -34,6 +33,7 @@ from howlinear.cli.tables.control import (
     show_random_init,
     show_training,
 )
+from howlinear.run import room
 
 SHOW = {"random-init": show_random_init, "matched": show_matched, "cross-feed": show_cross_feed}
 
@@ -340,11 +340,7 @@ class _Given:
 
     def check_room(self, needed: int, way_out: str = "measure fewer --blocks at a time") -> None:
         """Say what the sums take, and refuse what memory cannot hold."""
-        room = available_memory()
-        if room is not None and needed > room:
-            raise ValueError(
-                f"sums need {needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: {way_out}"
-            )
+        room.check_memory(needed, "sums need", way_out)
         say(f"{needed / 1e9:.1f} GB of memory for sums")
 
     def trained(self, blocks: str | None) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import typer
 import howlinear
 from howlinear.cli.tables.printer import terminal_console, write_whole
 from howlinear.records.escaping import escaped
+from howlinear.run import folder, room
 
 if TYPE_CHECKING:
     from howlinear.models.corpus import Text
@@ -111,28 +111,13 @@ def texts_of(
 
 def asked_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a run was asked for, and profile.json itself."""
-    from howlinear.records import files
-
-    about = files.read_json(run / "profile.json", "profile")
-    asked, wanted = about.get("asked"), ("model", "revision", "dtype", "text")
-    parts = [about.get(name) for name in ("model", "corpus", "settings")]
-    if not isinstance(asked, dict) or not all(name in asked for name in wanted):
-        raise ValueError(
-            f"{run} does not say how its model and text were loaded, as `howlinear profile` would: "
-            "call howlinear.swap_costs from Python"
-        )
-    if not all(isinstance(part, dict) for part in parts) or len(asked["text"]) != 5:
-        raise ValueError(f"{run / 'profile.json'} lacks model, corpus or settings: profile again")
-    if asked["text"][0] == "-":
-        raise ValueError(f"{run} read its text from stdin: save it, profile it with --text-file")
-    return asked, about
+    return folder.RunFolder(run).request()
 
 
 def run_text(run: Path, asked: dict[str, Any], about: dict[str, Any]) -> Text:
     """The text of a run, as it was then."""
     text = text_of(*asked["text"])
-    if text.fingerprint() != about["corpus"]["fingerprint"]:
-        raise ValueError(f"the text of {run} has changed since: profile again ({text.name})")
+    folder.RunFolder(run).check_text(text.fingerprint(), text.name)
     return text
 
 
@@ -156,17 +141,9 @@ def run_model(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
-    _check_model(run, about["model"], loading.describe(net, asked["model"], asked["revision"]))
+    now = loading.describe(net, asked["model"], asked["revision"])
+    folder.RunFolder(run).check_model(now)
     return net, tokenizer
-
-
-def _check_model(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in ("family", "revision", "parameters", "weights"):
-        if before.get(name) != now[name]:
-            raise ValueError(
-                f"{run} was made with another model: {name} was {before.get(name)}, "
-                f"{now['id']} has {now[name]}: profile again"
-            )
 
 
 def held_out(text: str, tokenizer: Any, cut: Any, tokens: int, bos: str) -> tuple[Any, int]:
@@ -273,69 +250,26 @@ def versions() -> dict[str, str]:
 
 
 def check_folder(out: Path, asked: dict[str, Any], overwrite: bool) -> None:
-    """Refuse a folder that holds anything but the same command's, done or killed on the way."""
-    from howlinear.records import files
-
-    if follows():  # the first of several processes has looked
-        return
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: name a folder with -o")
-    if (out / "progress.json").is_file():
-        try:
-            before = files.read_json(out / "progress.json", "progress").get("asked")
-            files.check_same(out, before, files.clean(asked))
-            return
-        except ValueError:
-            if not overwrite:
-                raise
-    if overwrite:
-        (out / "progress.json").unlink(missing_ok=True)
-        shutil.rmtree(out / "partial", ignore_errors=True)
-    left = [p for p in out.iterdir() if not _trace(p)] if out.exists() else []
-    if overwrite or not left:
-        return
-    for kind in ("profile", "shard"):
-        with contextlib.suppress(ValueError):
-            if files.read_json(out / f"{kind}.json", kind).get("asked") == asked:
-                return
-    raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
+    """Refuse a folder that holds anything but the same command's run, complete or interrupted."""
+    if not follows():  # the first of several processes checks
+        folder.RunFolder(out).check_free(asked, overwrite)
 
 
-def _trace(path: Path) -> bool:
-    """Something that a kill at the very beginning leaves."""
-    return path.name == "partial" or (path.name.startswith(".") and path.name.endswith(".tmp"))
-
-
-def check_room(memory: int, needed: int, out: Path) -> None:
-    """Refuse before hours of work what memory or disk cannot hold."""
+def check_room(memory: int, disk: int, out: Path) -> None:
+    """Refuse a profile that memory or disk cannot hold, before it starts."""
     way_out = "lower --folds (2 at least) or measure fewer --blocks at a time"
-    free = available_memory()
-    free = None if free is None else free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if free is not None and memory > free:
-        raise ValueError(
-            f"moments need {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: {way_out}"
-        )
-    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    disk = shutil.disk_usage(folder).free
-    if needed > disk:
-        raise ValueError(
-            f"the run needs {needed / 1e9:.1f} GB of disk and {disk / 1e9:.1f} GB are free "
-            f"in {folder}: {way_out}, or name another place with -o"
-        )
+    room.check_memory(memory, "moments need", way_out)
+    room.check_disk(disk, "the run needs", out, f"{way_out}, or name another place with -o")
 
 
 def room_for_rows(net: Any, at: Any, counts: list[int]) -> int | None:
     """Say what rows a probe reads and holds, refuse what memory cannot hold; bytes it may use."""
     from howlinear.probing import probes
 
-    room = available_memory()
-    memory = None if room is None else room // 2
+    free = room.available_memory()
+    memory = None if free is None else free // 2
     together, needed = probes.needs(net, at, sum(counts), memory)
-    if room is not None and needed > room:
-        raise ValueError(
-            f"rows need {needed / 1e9:.1f} GB of memory and {room / 1e9:.1f} GB are free: "
-            "lower --rows"
-        )
+    room.check_memory(needed, "rows need", "lower --rows")
     say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
     say(f"{together} block{'s' * (together > 1)} at a time, {needed / 1e9:.1f} GB of memory")
     return memory
@@ -349,30 +283,10 @@ def room_for_batch(net: Any, run: Path, tokens: int) -> None:
     from howlinear.swapping.swaps import match
 
     at = [b for b, _ in match(net, Profile.load(run), None)]
-    needed, room = memory(at, {b: hidden_count(net, b) for b in at}, tokens), available_memory()
-    if room is not None and needed > room:
-        raise ValueError(
-            f"fitting on {tokens} tokens at once needs {needed / 1e9:.1f} GB of memory and "
-            f"{room / 1e9:.1f} GB are free: profile fewer --tokens"
-        )
+    needed = memory(at, {b: hidden_count(net, b) for b in at}, tokens)
+    subject = f"fitting on {tokens} tokens at once needs"
+    room.check_memory(needed, subject, "profile fewer --tokens")
     say(f"{tokens} tokens to fit on; about {needed / 1e9:.1f} GB of memory")
-
-
-def available_memory() -> int | None:
-    """Bytes that can still be had, by the system and by the container's limit; None if unknown."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        found.append(limit - int((group / "memory.current").read_text()))
-    if not found:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(found) if found else None
 
 
 def follows() -> bool:

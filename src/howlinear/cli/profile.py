@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 import sys
@@ -23,7 +22,6 @@ from howlinear.cli.parts import (
     ModelName,
     Overwrite,
     TrustRemoteCode,
-    available_memory,
     check_folder,
     check_room,
     fitting,
@@ -41,6 +39,8 @@ from howlinear.cli.parts import (
 from howlinear.cli.tables.compare import show_comparison
 from howlinear.cli.tables.printer import terminal_console, write
 from howlinear.cli.tables.profile import show_profile, show_shard
+from howlinear.run import room
+from howlinear.run.folder import RunFolder
 
 
 class Protocol(StrEnum):
@@ -237,7 +237,7 @@ def profile(
         ids = corpora.windows(text.fit, tokenizer, length, tokens=budget, bos=start)
         own = {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
         asked = settings | {"text": runs[folder]}
-        there = len(texts) > 1 and _measured(folder, asked, own["fingerprint"])
+        there = len(texts) > 1 and RunFolder(folder).holds("profile", asked, own["fingerprint"])
         if ranks.share(there):
             say(f"{folder} is there")
             continue
@@ -346,12 +346,11 @@ class _Work:
         from howlinear.profiling.needs import most_together, profile_cost
         from howlinear.profiling.profiler import with_experts
 
-        solver, free = self.how["solver"], available_memory()
+        solver, free = self.how["solver"], room.available_memory()
         every = with_experts(self.net, self.at, self.how["experts"])
         count = -(-len(ids) // (parts * ranks.count))
         most: int | None = len(every)
         if free is not None and not self.layerwise:
-            free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             most = most_together(every, count, self.folds, solver, free)
         if saves.begun:  # in the groups that it began with
             most = saves.together or len(every)
@@ -428,18 +427,6 @@ def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> No
     console = terminal_console()
     for line in cost.lines():
         write(console, line)
-
-
-def _measured(folder: Path, asked: dict[str, Any], fingerprint: str) -> bool:
-    """Is the run of one of several texts complete already?"""
-    from howlinear.records import files
-
-    try:
-        found = files.read_json(folder / "profile.json", "profile")
-    except ValueError:
-        return False
-    same = found.get("corpus", {}).get("fingerprint") == fingerprint
-    return same and found.get("asked") == files.clean(asked)
 
 
 def shard_of(text: str | None) -> tuple[int, int]:

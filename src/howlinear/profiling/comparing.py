@@ -23,7 +23,7 @@ from howlinear.records.fields import BlockProfile
 from howlinear.records.jackknife import alike, jackknife, r2s, same_windows, sums_of
 from howlinear.records.words import short_names, signed
 from howlinear.report.results import Result
-from howlinear.run.saving import read_moments
+from howlinear.run.tensors import read_moments
 
 
 @dataclass(frozen=True, repr=False)

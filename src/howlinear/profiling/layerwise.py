@@ -42,7 +42,7 @@ from howlinear.profiling.passes import (
     primer,
 )
 from howlinear.records.files import SCHEMA, clean, read_json, write_json
-from howlinear.run.saving import read_store
+from howlinear.run.tensors import read_store
 
 CHECKSUM = 4  # bytes
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64)}
@@ -134,7 +134,7 @@ def _from_files(course: Course, own: Sequence[Block]) -> list[BlockStore]:
 @contextmanager
 def _folder(course: Course) -> Iterator[Path]:
     if course.saves is not None:
-        yield course.saves.room / "states"
+        yield course.saves.partial / "states"
         return
     with tempfile.TemporaryDirectory(prefix="howlinear-") as name:
         yield Path(name)

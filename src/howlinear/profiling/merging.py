@@ -20,7 +20,8 @@ from howlinear.profiling.profiler import Profile, check_store, twin_differences
 from howlinear.profiling.scores import measure, measure_expert
 from howlinear.records.fields import BlockExpert, BlockProfile
 from howlinear.records.files import read_json
-from howlinear.run.saving import forget, read_store, saved_maps, start_again, write_map, write_store
+from howlinear.run.folder import RunFolder
+from howlinear.run.tensors import read_store, save_moments, saved_maps, write_map
 
 # what must be the same: (part of the head, names in it)
 MODEL = ("family", "revision", "parameters", "dtype", "quantization", "weights")
@@ -125,7 +126,7 @@ def merge_runs(
     differences: dict[int, float] = {}
     for b in heads[0].blocks:
         store = _added(heads, b, notes)
-        write_store(part, store)
+        save_moments(part, store)
         if b.expert:
             found = measure_expert(store, split, settings["tokens"])
             experts.append(found.record)
@@ -140,8 +141,8 @@ def merge_runs(
         if progress is not None:
             progress(1)
     out.mkdir(parents=True, exist_ok=True)
-    forget(out)
-    start_again(out)
+    RunFolder(out).remove_results()
+    RunFolder(out).remove_progress()
     for name in ("moments", "maps"):
         (part / name).rename(out / name)
     part.rmdir()

@@ -27,7 +27,8 @@ from howlinear.models.families import Block, backbone, call_options
 from howlinear.models.hooks import tap
 from howlinear.models.offload import device_of
 from howlinear.run.ranks import ALONE, Ranks
-from howlinear.run.saving import Saves, read_store
+from howlinear.run.saving import Saves
+from howlinear.run.tensors import read_store
 
 Batch = Tensor | dict[str, Tensor]
 Windows = Tensor | Iterable[Batch]

@@ -45,18 +45,12 @@ from howlinear.profiling.layerwise import layer_by_layer
 from howlinear.profiling.passes import Course, Windows, collected, pieces
 from howlinear.profiling.scores import Measured, MeasuredExpert, measure, measure_expert
 from howlinear.records.fields import BlockExpert, BlockProfile
-from howlinear.records.files import blocks_of, read_json, write_json
+from howlinear.records.files import blocks_of
 from howlinear.records.statistics import summarise
 from howlinear.report.results import Result, extremes
-from howlinear.run.saving import (
-    Saved,
-    Saves,
-    forget,
-    saved_maps,
-    start_again,
-    write_map,
-    write_store,
-)
+from howlinear.run.folder import RunFolder
+from howlinear.run.saving import Saves
+from howlinear.run.tensors import Saved, map_tensors, save_moments, saved_maps, write_map
 
 PROTOCOLS = ("default", "paper")
 
@@ -125,23 +119,22 @@ class Profile(Result):
 
     def save(self, folder: str | Path) -> None:
         """Write the run folder; `profile.json` comes last, so that it stands for the whole."""
-        folder = Path(folder)
+        run, folder = RunFolder(folder), Path(folder)
         if not (isinstance(self.maps, Saved) and self.maps.folder == folder):  # else they are there
-            folder.mkdir(parents=True, exist_ok=True)
-            forget(folder)
-            start_again(folder)
+            run.remove_results()
+            run.remove_progress()
             for store in self.stores:
-                write_store(folder, store)
+                save_moments(folder, store)
             for b in self.blocks:
                 write_map(folder, b, self.maps[b.index], self.r2_by_feature[b.index])
-        write_json(folder / "profile.json", self.to_dict())
+        run.write(self.to_dict())
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
         """Read a run folder back. Maps are read when asked for, moments by `read_moments`."""
-        folder = Path(folder)
-        data = read_json(folder / "profile.json", "profile")
-        records = blocks_of(folder / "profile.json", data, BlockProfile)
+        run, folder = RunFolder(folder), Path(folder)
+        data = run.read("profile")
+        records = blocks_of(run.path("profile"), data, BlockProfile)
         single, settings = data.pop("experts", []), data.pop("settings", {})
         del data["blocks"]
         try:
@@ -149,7 +142,7 @@ class Profile(Result):
             if not isinstance(settings, dict):
                 raise ValueError("settings are not as expected")
         except (ValueError, TypeError, AttributeError) as err:
-            raise ValueError(f"{folder / 'profile.json'}: {err}") from None
+            raise ValueError(f"{run.path('profile')}: {err}") from None
         maps, features = saved_maps(folder, records)
         about = {k: v for k, v in data.items() if k not in ("kind", "schema", "summary", "notes")}
         return cls(records, maps, features, [], settings, about, experts)
@@ -293,7 +286,7 @@ class Shard(Result):
         return f"{part} of {parts}, {len(self.blocks)} blocks, {self.settings['read']} tokens"
 
     def save(self, folder: str | Path) -> None:
-        write_json(Path(folder) / "shard.json", self.to_dict())
+        RunFolder(folder).write(self.to_dict())
 
 
 def profile_shard(
@@ -479,9 +472,7 @@ def _parts(measured: Measured | MeasuredExpert) -> dict[str, Tensor]:
     affine = measured.affine
     if affine is None or measured.r2_by_feature is None:
         return {}
-    rank = torch.tensor(affine.rank)
-    parts = {"weight": affine.weight, "bias": affine.bias, "rank": rank}
-    return {**parts, "r2_by_feature": measured.r2_by_feature}
+    return map_tensors(affine, measured.r2_by_feature)
 
 
 def _affine(parts: dict[str, Tensor]) -> tuple[Any, Any]:

@@ -79,18 +79,6 @@ def blocks_of(path: str | Path, data: Mapping[str, Any], record: type[R]) -> lis
         raise ValueError(f"{path}: {err}") from None
 
 
-def check_same(folder: Path, before: Any, now: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings, and name them."""
-    if not isinstance(before, dict):
-        raise ValueError(f"{folder / 'progress.json'} is damaged: pass --overwrite to start again")
-    for name in now:
-        if before.get(name) != now[name]:
-            raise ValueError(
-                f"{folder} holds an unfinished profile with another {name} ({before.get(name)}, now "
-                f"{now[name]}): ask for the same to go on, or pass --overwrite to start again"
-            )
-
-
 def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the rows of a monitor.jsonl; ValueError in one line if it is not one."""
     path = Path(path)

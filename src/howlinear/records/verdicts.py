@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 
+from howlinear.records.fields import BlockSwap
+from howlinear.records.words import finite, percent
+
 SAFE, COSTLY = 0.03, 0.1  # nats per token
 HIGH_R2, LOW_R2 = 0.75, 0.4
 FIRST_SHARE = 0.5  # share of a block's variance that first positions carry
@@ -50,3 +53,9 @@ def safety_of(
     if level == 2 and few_units and (first_share or 0.0) >= FIRST_SHARE:
         return "sink"
     return SAFETY[level]
+
+
+def safety_with(estimate: str, swap: BlockSwap | None) -> str:
+    """A block's safety in words: the measured cost of a swap where there is one, else the estimate."""
+    cost = None if swap is None else finite(swap.delta_nll)
+    return estimate if cost is None else f"measured {percent(cost)}"

@@ -25,11 +25,11 @@ from howlinear.models.experts import SHARED, Expert, Mixture, mixtures, replaced
 from howlinear.models.families import blocks
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockExpert, ExpertSwap
-from howlinear.records.files import write_json
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
+from howlinear.run.folder import RunFolder
 from howlinear.run.ranks import ALONE, Ranks
-from howlinear.run.saving import read_map
+from howlinear.run.tensors import read_map
 
 ESTIMATES = [
     f"{name}{end}" for name in ("delta_nll", "delta_ppl", "kl", "top1") for end in ("", "_se")
@@ -59,7 +59,7 @@ class ExpertSwaps(Result):
         return f"{alone}, perplexity {extremes(rises, signed)}"
 
     def save(self, folder: str | Path) -> None:
-        write_json(Path(folder) / "swap-experts.json", self.to_dict())
+        RunFolder(folder).write(self.to_dict())
 
 
 def measure_expert_swaps(

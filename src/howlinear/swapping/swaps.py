@@ -44,12 +44,12 @@ from howlinear.models.hooks import as_module, evaluating, tap
 from howlinear.models.units import taken
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
-from howlinear.records.files import read_json, write_json
 from howlinear.records.statistics import spearman
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
+from howlinear.run.folder import RunFolder
 from howlinear.run.ranks import ALONE, Ranks
-from howlinear.run.saving import read_moments
+from howlinear.run.tensors import read_moments
 
 UNITS = (0, 1, 2, 4)
 SPARED = 0.03  # of the squared error; less, and two standard errors of a loss would not show it
@@ -93,16 +93,7 @@ class Swaps(Result):
         return f"{alone}, perplexity {rises}"
 
     def save(self, folder: str | Path) -> None:
-        """Write swap.json, and the measured cost in place of what the profile could only expect."""
-        write_json(Path(folder) / "swap.json", self.to_dict())
-        if self.base is None:
-            return
-        profile = read_json(Path(folder) / "profile.json", "profile")
-        measured = {b.index: b.delta_ppl for b in self.blocks if b.delta_ppl is not None}
-        for block in profile["blocks"]:
-            if (cost := measured.get(block["index"])) is not None:
-                block["safety"] = f"measured {100 * cost / self.base.perplexity:+.1f} %"
-        write_json(Path(folder) / "profile.json", profile)
+        RunFolder(folder).write(self.to_dict())
 
 
 def measure_swaps(

@@ -1,0 +1,205 @@
+"""The run folder: its files, and whether a run belongs to a model, a text and a request.
+
+    run = RunFolder("runs/demo")
+    run.read("profile")["corpus"]               # checked for kind and schema
+    run.blocks("swap", BlockSwap)[3].delta_ppl  # records by block index
+    run.write(result.to_dict())                 # to the file of its kind, written whole
+    asked, profile = run.request()              # how the model and the text were loaded
+    run.check_model(now); run.check_text(fingerprint, name)
+
+A file is called after its kind: swap.json is of kind "swap". `moments/` and `maps/` hold one file of
+tensors for each block (`run.tensors`); progress.json and `partial/` are what a profile that was
+interrupted resumes from (`run.saving`). Each command writes its own file and no other's: what is
+known of a block is combined when it is read (`safety`). No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from howlinear.records.fields import BlockProfile, BlockSwap, _Record
+from howlinear.records.files import blocks_of, clean, read_json, read_monitor, write_json
+from howlinear.records.verdicts import safety_with
+
+#: What a profile leaves, whole or of one shard.
+MEASURED = ("profile", "shard")
+#: What other commands derive from a profile's maps. A new profile in the same folder removes it.
+DERIVED = ("swap", "swap-experts", "probe", "plan", "compress", "control-*")
+#: What must be the same for a model to be the run's.
+MODEL = ("family", "revision", "parameters", "weights")
+
+R = TypeVar("R", bound=_Record)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run folder, which need not exist yet."""
+
+    folder: Path
+
+    def __init__(self, folder: str | Path) -> None:
+        object.__setattr__(self, "folder", Path(folder))
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def path(self, kind: str) -> Path:
+        return self.folder / f"{kind}.json"
+
+    def has(self, kind: str) -> bool:
+        return self.path(kind).is_file()
+
+    def read(self, kind: str) -> dict[str, Any]:
+        """The file of this kind; ValueError in one line if it is missing, damaged or another's."""
+        return read_json(self.path(kind), kind)
+
+    def blocks(self, kind: str, record: type[R]) -> dict[int, R]:
+        """The records that a file lists, by block index in depth order; each block once."""
+        return records_of(self.path(kind), self.read(kind), record)
+
+    def write(self, data: Mapping[str, Any]) -> Path:
+        """Write a result to the file of its kind; the path."""
+        path = self.path(data["kind"])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, data)
+        return path
+
+    @property
+    def monitor(self) -> Path:
+        """The log of a training."""
+        return self.folder / "monitor.jsonl"
+
+    def training(self) -> list[dict[str, Any]]:
+        """Rows of the log of a training; none without a log."""
+        return read_monitor(self.monitor)[1] if self.monitor.exists() else []
+
+    def safety(self) -> dict[int, str]:
+        """For each block the cost of a swap in words: measured if `howlinear swap` ran, else estimated."""
+        swaps = self.blocks("swap", BlockSwap) if self.has("swap") else {}
+        profiles = self.blocks("profile", BlockProfile)
+        return {i: safety_with(b.safety, swaps.get(i)) for i, b in profiles.items()}
+
+    # -- belonging to a model and a text ----------------------------------------------------------
+
+    def request(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `howlinear profile` was asked for (model, revision, dtype, text), and profile.json."""
+        profile = self.read("profile")
+        asked, wanted = profile.get("asked"), ("model", "revision", "dtype", "text")
+        parts = [profile.get(name) for name in ("model", "corpus", "settings")]
+        if not isinstance(asked, dict) or not all(name in asked for name in wanted):
+            raise ValueError(
+                f"{self.folder} does not say how its model and text were loaded, as `howlinear "
+                "profile` would: call howlinear.swap_costs from Python"
+            )
+        if not all(isinstance(part, dict) for part in parts) or len(asked["text"]) != 5:
+            raise ValueError(
+                f"{self.path('profile')} lacks model, corpus or settings: profile again"
+            )
+        if asked["text"][0] == "-":
+            raise ValueError(
+                f"{self.folder} read its text from stdin: save it, profile it with --text-file"
+            )
+        return asked, profile
+
+    def check_model(self, now: Mapping[str, Any]) -> None:
+        """Refuse a model, as `models.loading.describe` gives it, that is not the run's."""
+        before = self.read("profile")["model"]
+        for name in MODEL:
+            if before.get(name) != now[name]:
+                raise ValueError(
+                    f"{self.folder} was made with another model: {name} was {before.get(name)}, "
+                    f"{now['id']} has {now[name]}: profile again"
+                )
+
+    def check_text(self, fingerprint: str, name: str) -> None:
+        """Refuse a text that has changed since the run read it."""
+        if self.read("profile")["corpus"]["fingerprint"] != fingerprint:
+            raise ValueError(f"the text of {self.folder} has changed since: profile again ({name})")
+
+    def check_same_weights(self, kind: str) -> dict[str, Any]:
+        """A file beside the profile, refused if it is about other weights."""
+        data, profile = self.read(kind), self.read("profile") if self.has("profile") else {}
+        weights = [
+            d["model"].get("weights") for d in (data, profile) if isinstance(d.get("model"), dict)
+        ]
+        if len(set(map(str, weights))) > 1:
+            raise ValueError(
+                f"{self.path(kind)} is about other weights than {self.path('profile')}: "
+                "make it again, or delete it"
+            )
+        return data
+
+    # -- beginning, resuming, beginning again -----------------------------------------------------
+
+    def holds(self, kind: str, asked: Mapping[str, Any], fingerprint: str | None = None) -> bool:
+        """Is there a complete profile or shard of this request (and of this text)?"""
+        with contextlib.suppress(ValueError):
+            data = self.read(kind)
+            text = data.get("corpus", {}).get("fingerprint")
+            return data.get("asked") == clean(asked) and fingerprint in (None, text)
+        return False
+
+    def check_free(self, asked: Mapping[str, Any], overwrite: bool = False) -> None:
+        """Refuse a folder with anything in it but this request's run, complete or interrupted."""
+        out = self.folder
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out} is a file: name a folder with -o")
+        if self.has("progress"):
+            try:
+                self.check_resumable(self.read("progress").get("asked"), asked)
+                return
+            except ValueError:
+                if not overwrite:
+                    raise
+        if overwrite:
+            self.remove_progress()
+            return
+        left = [p for p in out.iterdir() if not _is_trace(p)] if out.exists() else []
+        if left and not any(self.holds(kind, asked) for kind in MEASURED):
+            raise ValueError(
+                f"{out} is not empty: name another folder with -o, or pass --overwrite"
+            )
+
+    def check_resumable(self, before: Any, asked: Mapping[str, Any]) -> None:
+        """Refuse to resume an interrupted profile that was asked for something else; name it."""
+        if not isinstance(before, dict):
+            raise ValueError(f"{self.path('progress')} is damaged: pass --overwrite to start again")
+        now = clean(asked)
+        for name in now:
+            if before.get(name) != now[name]:
+                raise ValueError(
+                    f"{self.folder} holds an unfinished profile with another {name} "
+                    f"({before.get(name)}, now {now[name]}): ask for the same to go on, or pass "
+                    "--overwrite to start again"
+                )
+
+    def remove_results(self) -> None:
+        """Remove everything measured, first the files that mark it as complete."""
+        for kind in (*MEASURED, *DERIVED):
+            for path in self.folder.glob(f"{kind}.json"):
+                path.unlink()
+        for name in ("moments", "maps"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def remove_progress(self) -> None:
+        """Remove everything that an interrupted profile would resume from."""
+        self.path("progress").unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "partial", ignore_errors=True)
+
+
+def records_of(path: Path, data: Mapping[str, Any], record: type[R]) -> dict[int, R]:
+    """Records of a file that is already read, by block index in depth order; each block once."""
+    records: list[Any] = sorted(blocks_of(path, data, record), key=lambda b: b.index)
+    by_index = {b.index: b for b in records}
+    if len(by_index) < len(records):
+        raise ValueError(f"{path} lists a block twice")
+    return by_index
+
+
+def _is_trace(path: Path) -> bool:
+    """Something that an interruption at the very beginning leaves."""
+    return path.name == "partial" or (path.name.startswith(".") and path.name.endswith(".tmp"))
