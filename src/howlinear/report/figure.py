@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from howlinear.report.canvas import SHAPES, Canvas, Mark
+from howlinear.report.canvas import SHAPES, Canvas, Mark, Panel
+from howlinear.report.runs import Run
 from howlinear.report.styles import RUNS
 
 
@@ -20,14 +22,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Figure:
-    name: str  # of files
+    name: str  # of its files
     title: str
-    reading: str  # what it shows and how to read it, in a sentence or two
+    reading: str  # what it shows and how to read it, in a few sentences
     canvas: Canvas
     columns: tuple[str, ...]
     rows: Sequence[tuple[object, ...]]
-    by_run: bool = True  # do colours and shapes stand for runs?
-    switches: tuple[Choice, ...] = ()  # any of them at a time
+    by_run: bool = True  # colours and shapes stand for runs
+    switches: tuple[Choice, ...] = ()  # any number of them at a time
     one_of: tuple[Choice, ...] = ()  # one at a time
 
 
@@ -39,27 +41,39 @@ def looks(i: int) -> tuple[str, str]:
     return RUNS[i % len(RUNS)], SHAPES[i % len(SHAPES)]
 
 
+def run_dot(panel: Panel, run: Run, at: tuple[float, float], about: str, **more: Any) -> None:
+    """A point in the colour and shape of its run; `about` follows the run's name."""
+    colour, shape = looks(run.number)
+    marked: dict[str, Any] = {
+        "shape": shape,
+        "part": run.part,
+        "about": f"{run.name}, {about}",
+        **more,
+    }
+    panel.dot(*at, colour, **marked)
+
+
 Entry = tuple[str, str, str, str, str]  # label, colour, shape, line's mode, part
 
 
 def key(canvas: Canvas, entries: Sequence[Entry], x: float, y: float) -> None:
-    """A legend, each entry with a sample of its own; it goes on in a line below where it must."""
+    """A legend with a sample of each entry's line and mark, on as many lines as it needs."""
     start = x
     for label, colour, shape, mode, part in entries:
-        wide = 40 + 6.4 * len(label)
-        if x + wide > canvas.width and x > start:
+        width = 40 + 6.4 * len(label)
+        if x + width > canvas.width and x > start:
             x, y = start, y + LINE
         canvas.line([(x, y - 4), (x + 22, y - 4)], colour, mode, part=part)
         at, filled = ((x + 11, y - 4),), "open" if mode else ""
         canvas.marks.append(Mark("dot", at, colour, filled, part, shape=shape))
         canvas.text((x + 28, y), label, "ink", "small", anchor="start", part=part)
-        x += wide
+        x += width
     canvas.height = max(canvas.height, y + 8)
 
 
-def name_runs(canvas: Canvas, names: Sequence[str]) -> None:
-    """Which mark is which run, beneath the drawing: files and paper have no switches."""
-    entries = [(short(name), *looks(i), "", f"r{i}") for i, name in enumerate(names)]
+def name_runs(canvas: Canvas, runs: Sequence[Run]) -> None:
+    """A legend of runs beneath the drawing, for files and paper, which have no switches."""
+    entries = [(short(run.name), *looks(run.number), "", run.part) for run in runs]
     key(canvas, entries, 58, canvas.height + 12)
 
 

@@ -12,7 +12,7 @@ from howlinear.records.fields import BlockProfile
 from howlinear.records.words import compact
 from howlinear.report.figures import alike, depth, training
 from howlinear.report.markup import Markup, joined, tag
-from howlinear.report.runs import Run, listed
+from howlinear.report.runs import Run, listed, numbered
 from howlinear.report.svg import standalone
 
 SHOWN = {  # columns by kind of result; of others, the first fields that are plain values
@@ -27,7 +27,7 @@ def html_of(
     line: str, data: dict[str, Any], profiles: Sequence[tuple[str, Sequence[BlockProfile]]] = ()
 ) -> str:
     """What a notebook shows of a result that says `line` and holds `data`, with profiles to draw."""
-    runs = [Run(name, blocks=list(blocks)) for name, blocks in profiles]
+    runs = numbered([Run(name, blocks=list(blocks)) for name, blocks in profiles])
     made = [module.draw(runs) for module in (depth, alike)]
     drawings = [Markup(standalone(f.canvas, f.title)) for f in made if f is not None]
     return str(tag("div", tag("p", line), *drawings, _table(data)))

@@ -21,7 +21,7 @@ from howlinear.report.guide import guide, methods
 from howlinear.report.markup import Markup, joined, json_inside, tag
 from howlinear.report.runs import Run
 from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
-from howlinear.report.svg import sample, svg
+from howlinear.report.svg import svg
 from howlinear.report.where import where
 
 
@@ -116,14 +116,14 @@ def _sample(i: int) -> Markup:
     canvas = Canvas(24, 14)
     canvas.line([(1, 7), (23, 7)], colour)
     canvas.marks.append(Mark("dot", ((12.0, 7.0),), colour, shape=shape))
-    return tag("span", sample(canvas), class_="swatch")
+    return tag("span", svg(canvas, None), class_="swatch")
 
 
 def _section(f: Figure, several: bool) -> Markup:
     keys = "arrow keys walk through the values"
     plot = tag(
         "div",
-        svg(f.canvas, f.name, f.title),
+        svg(f.canvas, f.title, label=f"{f.name}-title"),
         class_="plot",
         tabindex="0",
         role="group",

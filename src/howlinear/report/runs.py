@@ -25,6 +25,7 @@ class Run:
     """One run folder."""
 
     name: str
+    number: int = 0  # among the runs of a report: decides colour and shape
     about: dict[str, Any] = field(default_factory=dict)  # profile.json without its blocks
     blocks: list[BlockProfile] = field(default_factory=list)
     swap: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +45,11 @@ class Run:
         return found
 
     @property
+    def part(self) -> str:
+        """The class of its marks: a page switches a run's marks on and off together."""
+        return f"r{self.number}"
+
+    @property
     def model(self) -> str:
         return str(self.fact("model", "id") or self.name)
 
@@ -51,6 +57,10 @@ class Run:
         """Where a block stands: its index, or from 0 to 1 beside runs of other depths."""
         last = max((b.index for b in self.blocks), default=0)
         return index / last if relative and last else float(index)
+
+
+def numbered(runs: Sequence[Run]) -> list[Run]:
+    return [replace(run, number=i) for i, run in enumerate(runs)]
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:

@@ -6,32 +6,20 @@ white and lightened on black until each has a contrast of at least 3 to 1. Runs 
 
 from __future__ import annotations
 
-LIGHT = {
-    "paper": "#ffffff",
-    "ink": "#1b1f24",
-    "muted": "#57606a",
-    "axis": "#6e7781",
-    "grid": "#e3e6ea",
-    "c0": "#0065a3",
-    "c1": "#c04a00",
-    "c2": "#007a58",
-    "c3": "#a8437c",
-    "c4": "#8a6000",
-    "c5": "#5a5fc0",
+COLOURS = {  # on white, on black
+    "paper": ("#ffffff", "#14171b"),
+    "ink": ("#1b1f24", "#e8eaed"),
+    "muted": ("#57606a", "#a9b1ba"),
+    "axis": ("#6e7781", "#8b949e"),
+    "grid": ("#e3e6ea", "#2d333b"),
+    "c0": ("#0065a3", "#56b4e9"),
+    "c1": ("#c04a00", "#ff9457"),
+    "c2": ("#007a58", "#2cc596"),
+    "c3": ("#a8437c", "#e698c3"),
+    "c4": ("#8a6000", "#e9c046"),
+    "c5": ("#5a5fc0", "#a5a9ff"),
 }
-DARK = {
-    "paper": "#14171b",
-    "ink": "#e8eaed",
-    "muted": "#a9b1ba",
-    "axis": "#8b949e",
-    "grid": "#2d333b",
-    "c0": "#56b4e9",
-    "c1": "#ff9457",
-    "c2": "#2cc596",
-    "c3": "#e698c3",
-    "c4": "#e9c046",
-    "c5": "#a5a9ff",
-}
+LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
 RUNS = tuple(name for name in LIGHT if name.startswith("c"))
 DASHES = {"dash": (6, 3), "dots": (1.5, 3)}
 WIDTHS = {"thin": 1.0, "wide": 7.0, "": 1.7}
@@ -41,12 +29,8 @@ TEXT = {"": 13.0, "small": 11.5}
 
 # dark blue to yellow, evenly spaced in lightness (six stops of cividis)
 STOPS = (
-    (0, 34, 78),
-    (50, 72, 110),
-    (98, 107, 121),
-    (149, 143, 120),
-    (207, 182, 96),
-    (254, 232, 56),
+    *((0, 34, 78), (50, 72, 110), (98, 107, 121)),
+    *((149, 143, 120), (207, 182, 96), (254, 232, 56)),
 )
 
 
@@ -59,6 +43,7 @@ def heat(share: float) -> str:
 
 
 def variables(palette: dict[str, str]) -> str:
+    """A palette as CSS variables."""
     return "".join(f"--{name}:{colour};" for name, colour in palette.items())
 
 
@@ -72,10 +57,9 @@ def stylesheet(palette: dict[str, str] | None = None) -> str:
         ".hl .d{stroke-width:1.4}.hl .soft{opacity:.45}",
     ]
     rules += [f".hl .{n}{{stroke-dasharray:{a:g} {b:g}}}" for n, (a, b) in DASHES.items()]
-    for name in LIGHT:
-        colour = palette[name] if palette else f"var(--{name})"
+    palette = palette or {name: f"var(--{name})" for name in COLOURS}
+    for name, colour in palette.items():
         rules.append(f".hl .l.{name},.hl .d.{name}{{stroke:{colour}}}")
         rules.append(f".hl .d.{name},.hl .t.{name},.hl .b.{name}{{fill:{colour}}}")
-    paper = palette["paper"] if palette else "var(--paper)"
-    rules.append(f".hl .d.open{{fill:{paper}}}")
+    rules.append(f".hl .d.open{{fill:{palette['paper']}}}")
     return "".join(rules)

@@ -1,7 +1,7 @@
 """Marks -> SVG, inside a page (styled by it) or as a file that stands alone.
 
-svg(figure.canvas, "profile", "R2 over depth")             # inside a page
-standalone(figure.canvas, "R2 over depth")                 # a file
+svg(figure.canvas, "R2 over depth", label="profile-title")  # inside a page
+standalone(figure.canvas, "R2 over depth")                  # a file
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from howlinear.report.canvas import Canvas, Mark, Point
 from howlinear.report.markup import Markup, tag
 from howlinear.report.styles import LIGHT, stylesheet
 
-CORNERS = {  # of shapes, as angles from the right and shares of the radius
+CORNERS = {  # by shape: angles in degrees from the right, and distances in radii
     **{
         shape: [(at + 120 * k, 1.3) for k in range(3)]
         for shape, at in (("right", 0), ("up", 90), ("left", 180), ("down", 270))
@@ -21,31 +21,23 @@ CORNERS = {  # of shapes, as angles from the right and shares of the radius
     "diamond": [(90 * k, 1.35) for k in range(4)],
     "square": [(45 + 90 * k, 1.25) for k in range(4)],
 }
-STROKES = {  # pairs of ends, in radii from the middle
+STROKES = {  # by shape: pairs of ends, in radii from the centre
     "cross": (((-1, -1), (1, 1)), ((-1, 1), (1, -1))),
     "plus": (((-1.3, 0), (1.3, 0)), ((0, -1.3), (0, 1.3))),
 }
 
 
-def svg(canvas: Canvas, name: str, title: str) -> Markup:
-    return _svg(canvas, title, label=f"{name}-title")
-
-
-def sample(canvas: Canvas) -> Markup:
-    """A drawing beside a text that says it all."""
-    return _svg(canvas, None, aria_hidden="true")
-
-
 def standalone(canvas: Canvas, title: str) -> str:
-    """A file: its own styles, light on white, the numbers in the marks' titles."""
+    """A file with its own styles, light on white; marks say their numbers in titles."""
     style = tag("style", Markup(stylesheet(LIGHT)))
     ground = tag("rect", width="100%", height="100%", fill=LIGHT["paper"])
-    return str(_svg(canvas, title, style, ground, xmlns="http://www.w3.org/2000/svg")) + "\n"
+    return str(svg(canvas, title, style, ground, xmlns="http://www.w3.org/2000/svg")) + "\n"
 
 
-def _svg(
+def svg(
     canvas: Canvas, title: str | None, *before: Markup, label: str | None = None, **attributes: str
 ) -> Markup:
+    """A drawing with a title that has the id `label`; without a title it is hidden from screen readers."""
     w, h = f"{canvas.width:g}", f"{canvas.height:g}"
     return tag(
         "svg",
@@ -57,6 +49,7 @@ def _svg(
         width=w,
         height=h,
         role=None if title is None else "img",
+        aria_hidden="true" if title is None else None,
         aria_labelledby=label,
         **attributes,
     )
@@ -93,34 +86,19 @@ def _text(mark: Mark, title: Markup | None) -> Markup:
 
 def _dot(mark: Mark, title: Markup | None) -> Markup:
     ((x, y),) = mark.points
+    r, classes = mark.size, _classes("d", mark)
     if mark.shape == "circle":
-        place = {"cx": _short(x), "cy": _short(y), "r": _short(mark.size)}
-        return tag("circle", title, class_=_classes("d", mark), **place)
+        return tag("circle", title, class_=classes, cx=_short(x), cy=_short(y), r=_short(r))
     if mark.shape in STROKES:
-        ends = (f"M{_points([a])}L{_points([b])}" for a, b in strokes(mark))
-        return tag("path", title, class_=_classes("d", mark), d="".join(ends))
-    return tag("polygon", title, class_=_classes("d", mark), points=_points(outline(mark)))
+        ends = [[(x + r * u, y + r * v) for u, v in stroke] for stroke in STROKES[mark.shape]]
+        path = "".join(f"M{_points([a])}L{_points([b])}" for a, b in ends)
+        return tag("path", title, class_=classes, d=path)
+    corners = [(math.radians(angle), far * r) for angle, far in CORNERS[mark.shape]]
+    outline = [(x + far * math.cos(a), y - far * math.sin(a)) for a, far in corners]
+    return tag("polygon", title, class_=classes, points=_points(outline))
 
 
 DRAW = {"line": _line, "box": _box, "text": _text, "dot": _dot}
-
-
-def outline(mark: Mark) -> list[Point]:
-    """The corners of a dot that is not round."""
-    ((x, y),) = mark.points
-    return [
-        (x + far * mark.size * math.cos(a), y - far * mark.size * math.sin(a))
-        for a, far in ((math.radians(angle), far) for angle, far in CORNERS[mark.shape])
-    ]
-
-
-def strokes(mark: Mark) -> list[tuple[Point, Point]]:
-    """The lines of a dot that is made of lines."""
-    ((x, y),) = mark.points
-    r = mark.size
-    return [
-        ((x + r * a, y + r * b), (x + r * c, y + r * d)) for (a, b), (c, d) in STROKES[mark.shape]
-    ]
 
 
 def _points(points: Iterable[Point]) -> str:

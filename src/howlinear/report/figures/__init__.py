@@ -15,15 +15,16 @@ from howlinear.report.figures import (
     spectra,
     training,
 )
-from howlinear.report.runs import Run
+from howlinear.report.runs import Run, numbered
 
-EVERY = (depth, kinds, rest, alike, signals, smaller, training, spectra)
+MODULES = (depth, kinds, rest, alike, signals, smaller, training, spectra)
 
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
     """Every figure that these runs have the numbers for."""
-    made = [figure for module in EVERY if (figure := module.draw(runs)) is not None]
-    for figure in made if len(runs) > 1 else ():
+    runs = numbered(runs)
+    figures = [figure for module in MODULES if (figure := module.draw(runs)) is not None]
+    for figure in figures if len(runs) > 1 else ():
         if figure.by_run:
-            name_runs(figure.canvas, [run.name for run in runs])
-    return made
+            name_runs(figure.canvas, runs)
+    return figures

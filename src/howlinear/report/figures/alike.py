@@ -1,4 +1,4 @@
-"""Texts or models side by side: the R2 of each block in one run against another's."""
+"""Runs side by side: the R2 of each block in one run against the same block in another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 
 from howlinear.records.jackknife import alike, same_windows, sums_of
 from howlinear.records.words import number
-from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor
+from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor
 from howlinear.report.figure import Figure, looks, short
 from howlinear.report.runs import Run
 
@@ -15,57 +15,45 @@ READING = (
     "Every point is a block, at its R2 in one run and in the other. On the diagonal the text (or the "
     "model) makes no difference. r is the correlation over depth with its 95 % interval over folds."
 )
-SIDE, GAP, COLUMNS = 190, 66, 3
+COLUMNS = (
+    *("run", "other run", "correlation", "low", "high"),
+    *("rank corr.", "mean shift", "largest"),
+)
+SIDE, GAP, ACROSS = 190, 66, 3
 
 
 def draw(runs: Sequence[Run]) -> Figure | None:
-    pairs = [p for p in combinations(range(len(runs)), 2) if _comparable(runs[p[0]], runs[p[1]])]
-    if len(runs) > 4:  # against the first alone: six panels and no more than one a run
-        pairs = [p for p in pairs if p[0] == 0]
+    pairs = [(a, b) for a, b in combinations(runs, 2) if _comparable(a, b)]
+    if len(runs) > 4:  # compare with the first run only, so that panels stay few
+        pairs = [(a, b) for a, b in pairs if a is runs[0]]
     if not pairs:
         return None
-    lines = -(-len(pairs) // COLUMNS)
-    canvas = Canvas(min(len(pairs), COLUMNS) * (SIDE + GAP) + 12, lines * (SIDE + 84))
+    lines = -(-len(pairs) // ACROSS)
+    canvas = Canvas(min(len(pairs), ACROSS) * (SIDE + GAP) + 12, lines * (SIDE + 84))
     rows: list[tuple[object, ...]] = []
-    for n, (i, j) in enumerate(pairs):
-        corner = (GAP + (n % COLUMNS) * (SIDE + GAP), 30 + (n // COLUMNS) * (SIDE + 84))
-        rows.append(_pair(canvas, corner, (i, runs[i]), (j, runs[j])))
-    columns = (
-        "run",
-        "other run",
-        "correlation",
-        "low",
-        "high",
-        "rank corr.",
-        "mean shift",
-        "largest",
-    )
-    return Figure("alike", "Runs side by side", READING, canvas, columns, rows)
+    for n, (a, b) in enumerate(pairs):
+        corner = (GAP + (n % ACROSS) * (SIDE + GAP), 30 + (n // ACROSS) * (SIDE + 84))
+        rows.append(_pair(canvas, corner, a, b))
+    return Figure("alike", "Runs side by side", READING, canvas, COLUMNS, rows)
 
 
 def _comparable(a: Run, b: Run) -> bool:
     return bool(a.blocks) and [x.index for x in a.blocks] == [x.index for x in b.blocks]
 
 
-def _pair(
-    canvas: Canvas, corner: tuple[float, float], one: tuple[int, Run], two: tuple[int, Run]
-) -> tuple[object, ...]:
-    (i, a), (j, b) = one, two
-    found = alike(sums_of(a.blocks), sums_of(b.blocks), paired=same_windows(a.about, b.about))
-    r = found["pearson"]
+def _pair(canvas: Canvas, corner: Point, a: Run, b: Run) -> tuple[object, ...]:
+    """One panel; its row of numbers."""
+    result = alike(sums_of(a.blocks), sums_of(b.blocks), paired=same_windows(a.about, b.about))
+    r = result["pearson"]
     x, y = corner
     low = r2_floor(c.r2 for c in (*a.blocks, *b.blocks))
     panel = Panel(canvas, Scale(low, 1.0, x, x + SIDE), Scale(low, 1.0, y + SIDE, y))
-    said = number(r["value"], 2)
-    if r["low"] is not None:
-        said += f" [{number(r['low'], 2)}, {number(r['high'], 2)}]"
-    panel.frame(short(a.name, 28), short(b.name, 28), f"r = {said}")
+    interval = "" if r["low"] is None else f" [{number(r['low'], 2)}, {number(r['high'], 2)}]"
+    panel.frame(short(a.name, 28), short(b.name, 28), f"r = {number(r['value'], 2)}{interval}")
     panel.line([(low, low), (1.0, 1.0)], "axis", "dash thin")
-    colour, shape = looks(j)
+    colour, shape = looks(b.number)
     for u, v in zip(a.blocks, b.blocks, strict=True):
         about = f"block {u.index}: {number(u.r2)} in {a.name}, {number(v.r2)} in {b.name}"
-        panel.dot(u.r2, v.r2, colour, shape=shape, part=f"r{i} r{j}", about=about)
-    return (
-        *(a.name, b.name, r["value"], r["low"], r["high"], found["spearman"]["value"]),
-        *(found["mean_shift"]["value"], found["largest_shift"]["value"]),
-    )
+        panel.dot(u.r2, v.r2, colour, shape=shape, part=f"{a.part} {b.part}", about=about)
+    others = (result[key]["value"] for key in ("spearman", "mean_shift", "largest_shift"))
+    return (a.name, b.name, r["value"], r["low"], r["high"], *others)
