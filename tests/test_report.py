@@ -262,21 +262,21 @@ def test_markup_escapes_what_is_not_markup():
     ("own", "cost", "word", "says"),
     [
         ({}, {"delta_nll": 0.02}, "safe", "one matrix costs +2.0 % ± 0.2 perplexity."),
-        ({"r2": 0.5}, {"delta_nll": 0.02}, "safe", "R2 is only 0.50, but little depends"),
+        ({"r2": 0.5}, {"delta_nll": 0.02}, "safe", "R2 is only 0.50, but the model hardly depends"),
         (
             {"r2": 0.93, "r2_body": 0.18, "kind": "first-position only"},
             {"delta_nll": 0.02, "units": [1, 2], "delta_nll_plain": 2.0},
             "safe with units",
             "with 2 hidden units kept costs +2.0 % ± 0.2 perplexity, without +639 %. "
-            "R2 0.93 is the first position's doing: 0.18 without it.",
+            "R2 0.93 comes from the first position: without it R2 is 0.18.",
         ),
         ({}, {"delta_nll": 0.05}, "some cost", "at some cost: one matrix costs +5.1 %"),
         ({}, {"delta_nll": 0.028}, "safe so far", "errors reach from +2.4 % to +3.3 %: measure"),
         ({}, {"delta_nll": 0.02, "delta_nll_se": None}, "safe so far", "no standard error"),
         ({}, {"delta_nll": 0.103}, "costly", "Two standard errors reach from +10.4 % to +11.3 %"),
-        ({"r2": 0.9}, {"delta_nll": 0.3}, "costly", "R2 0.90 promised better"),
+        ({"r2": 0.9}, {"delta_nll": 0.3}, "costly", "R2 0.90 is high, but the model depends"),
         ({}, {"delta_nll": 0.3, "delta_nll_mean": 0.31}, "costly", "A constant does about as well"),
-        ({"r2_scalar": 0.8, "r2": 0.6}, None, "likely safe", "The scalar mean would show 0.80."),
+        ({"r2_scalar": 0.8, "r2": 0.6}, None, "likely safe", "Around one scalar mean R2 is 0.80."),
         ({"swap_signal": 0.05}, None, "likely some cost", "about +5.1 % perplexity"),
         (
             {"swap_signal": 2.0, "safety": "sink"},
@@ -284,7 +284,7 @@ def test_markup_escapes_what_is_not_markup():
             "likely costly",
             "sink units kept likely far",
         ),
-        ({"swap_signal": None}, None, "not measured", "howlinear swap measures"),
+        ({"swap_signal": None}, None, "not measured", "run howlinear swap"),
         ({}, {"delta_nll": None}, "not measured", "Its map: cosine 0.900, stream error 0.02."),
         (
             {"kind": "outlier-concentrated"},

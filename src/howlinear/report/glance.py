@@ -1,4 +1,4 @@
-"""The answer at a glance: one sentence a run, and four numbers."""
+"""The summary at the top of the page: a few sentences per run, and four numbers."""
 
 from __future__ import annotations
 
@@ -10,56 +10,58 @@ from howlinear.report.markup import Markup, tag
 from howlinear.report.runs import Run, inside
 from howlinear.report.verdicts import MEASURED, SAFE_WORDS, verdict
 
+PHRASES = {
+    "safe": f"can become one matrix for less than {percent(SAFE)[1:]} more perplexity",
+    "safe with units": "can with hidden units kept",
+    "safe so far": "seem so, but may cost more within two standard errors",
+    "costly": f"cost {percent(COSTLY)[1:]} or more",
+}
 
-def spaced(indices: list[int]) -> str:
-    return ranges(indices).replace(",", ", ")
+
+def summaries(runs: Sequence[Run]) -> list[Markup]:
+    return [_summary(run, named=len(runs) > 1) for run in runs]
 
 
-def answers(runs: Sequence[Run]) -> list[Markup]:
-    return [_answer(run, len(runs) > 1) for run in runs]
-
-
-def _answer(run: Run, named: bool) -> Markup:
-    """What a reader should know who reads nothing else."""
+def _summary(run: Run, named: bool) -> Markup:
     if not run.blocks:
         return tag("p", f"{run.name}: the log of a training, without a profile.")
     low, high = (f(run.blocks, key=lambda b: b.r2) for f in (min, max))
-    said = [
+    sentences = [
         f"{len(run.blocks)} blocks. The best matrix explains between {number(low.r2, 2)} (block "
-        f"{low.index}) and {number(high.r2, 2)} (block {high.index}) of what they write.",
+        f"{low.index}) and {number(high.r2, 2)} (block {high.index}) of the variance of their outputs.",
         _sinks(run),
         _swaps(run),
     ]
-    return tag("p", tag("b", f"{run.name}: ") if named else None, " ".join(filter(None, said)))
+    return tag("p", tag("b", f"{run.name}: ") if named else None, " ".join(filter(None, sentences)))
+
+
+def _listed(indices: list[int]) -> str:
+    return ranges(indices).replace(",", ", ")
 
 
 def _sinks(run: Run) -> str:
     sinks = [b.index for b in run.blocks if b.kind == "first-position only"]
     if not sinks:
         return ""
-    which = "Block {} looks" if len(sinks) == 1 else "Blocks {} look"
-    return f"{which.format(spaced(sinks))} linear only because of the first position of a window."
+    subject = f"Block {sinks[0]} looks" if len(sinks) == 1 else f"Blocks {_listed(sinks)} look"
+    return f"{subject} linear only because of the first position of a window."
 
 
 def _swaps(run: Run) -> str:
     if not run.swaps:
         return "Nothing was swapped yet: howlinear swap measures what replacing each block costs."
     if inside(run.swap, "base", "perplexity") is None:
-        return "The model has no next-token loss, so that swaps have no cost in perplexity."
-    found: dict[str, list[int]] = {}
+        return "The model has no next-token loss, so swaps have no cost in perplexity."
+    by_word: dict[str, list[int]] = {}
     for b in run.blocks:
-        found.setdefault(verdict(b, run.swaps.get(b.index))[0], []).append(b.index)
-    phrases = {
-        "safe": f"can become one matrix for less than {percent(SAFE)[1:]} more perplexity",
-        "safe with units": "can with hidden units kept",
-        "safe so far": "seem so, but within two standard errors may cost more",
-        "costly": f"cost {percent(COSTLY)[1:]} or more",
-    }
-    told = [
-        f"{len(found[w])} {says} ({spaced(found[w])})" for w, says in phrases.items() if w in found
+        by_word.setdefault(verdict(b, run.swaps.get(b.index))[0], []).append(b.index)
+    parts = [
+        f"{len(by_word[word])} {phrase} ({_listed(by_word[word])})"
+        for word, phrase in PHRASES.items()
+        if word in by_word
     ]
-    count = sum(len(found.get(w, [])) for w in MEASURED)
-    return f"Of {count} swapped one at a time, " + ("; ".join(told) or "all cost something") + "."
+    count = sum(len(by_word.get(word, [])) for word in MEASURED)
+    return f"Of {count} swapped one at a time, {'; '.join(parts) or 'all cost something'}."
 
 
 def tiles(run: Run) -> Markup:
@@ -73,5 +75,5 @@ def tiles(run: Run) -> Markup:
         facts.append((f"{safe} of {measured}", f"safe to replace, alone{more}"))
     base, tokens = (inside(run.swap, "base", k) for k in ("perplexity", "tokens"))
     if base is not None:
-        facts.append((number(base, 1), f"perplexity as it is, {tokens or 0:.0f} tokens"))
+        facts.append((number(base, 1), f"perplexity of the original, {tokens or 0:.0f} tokens"))
     return tag("ul", *(tag("li", tag("b", a), b) for a, b in facts), class_="glance")

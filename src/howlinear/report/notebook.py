@@ -1,4 +1,4 @@
-"""Results in a notebook: a line, a drawing where there is one, and a table of blocks.
+"""Results in a notebook: a line, drawings of profiles, and a table of blocks.
 
 result            # the last line of a cell: Jupyter calls result._repr_html_()
 """
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from howlinear.records.fields import BlockProfile
-from howlinear.records.words import compact
+from howlinear.report.figure import Figure
 from howlinear.report.figures import alike, depth, training
-from howlinear.report.markup import Markup, joined, tag
+from howlinear.report.markup import Markup, cell_text, joined, table, tag
 from howlinear.report.runs import Run, listed, numbered
 from howlinear.report.svg import standalone
 
-SHOWN = {  # columns by kind of result; of others, the first fields that are plain values
+SHOWN = {  # columns by kind of result; other kinds show their first fields with plain values
     "profile": "index path r2 r2_se r2_body r2_scalar effective_rank swap_signal kind",
     "swap": "index path delta_ppl delta_ppl_se delta_ppl_plain delta_ppl_zero kl top1 params_saved",
     "compress": "index path replaced rank parameters parameters_left",
@@ -26,18 +26,20 @@ COLUMNS, ROWS = 10, 200  # at most
 def html_of(
     line: str, data: dict[str, Any], profiles: Sequence[tuple[str, Sequence[BlockProfile]]] = ()
 ) -> str:
-    """What a notebook shows of a result that says `line` and holds `data`, with profiles to draw."""
+    """HTML of a result with the summary `line` and the fields `data`, with profiles to draw."""
     runs = numbered([Run(name, blocks=list(blocks)) for name, blocks in profiles])
-    made = [module.draw(runs) for module in (depth, alike)]
-    drawings = [Markup(standalone(f.canvas, f.title)) for f in made if f is not None]
+    drawings = (_drawing(module.draw(runs)) for module in (depth, alike))
     return str(tag("div", tag("p", line), *drawings, _table(data)))
 
 
 def training_html(line: str, rows: list[dict[str, Any]]) -> str:
-    """What a notebook shows of a monitor's rows: a heat map once there is something to draw."""
+    """HTML of a monitor's rows: a heat map once there is something to draw."""
     figure = training.draw([Run("training", training=rows)])
-    drawing = None if figure is None else Markup(standalone(figure.canvas, figure.title))
-    return str(tag("div", tag("p", line), drawing))
+    return str(tag("div", tag("p", line), _drawing(figure)))
+
+
+def _drawing(figure: Figure | None) -> Markup | None:
+    return None if figure is None else Markup(standalone(figure.canvas, figure.title))
 
 
 def _table(data: dict[str, Any]) -> Markup | None:
@@ -46,15 +48,11 @@ def _table(data: dict[str, Any]) -> Markup | None:
         return None
     names = SHOWN.get(str(data.get("kind")), "").split() or _plain(blocks[0])
     head = tag("tr", *(tag("th", name) for name in names))
-    rows = (tag("tr", *(tag("td", _cell(b.get(n))) for n in names)) for b in blocks[:ROWS])
+    rows = (tag("tr", *(tag("td", cell_text(b.get(n))) for n in names)) for b in blocks[:ROWS])
     left = len(blocks) - ROWS
     more = tag("p", f"and {left} more") if left > 0 else None
-    return joined(tag("table", tag("thead", head), tag("tbody", *rows)), more)
+    return joined(table(head, rows), more)
 
 
 def _plain(block: dict[str, Any]) -> list[str]:
     return [k for k, v in block.items() if isinstance(v, str | int | float | None)][:COLUMNS]
-
-
-def _cell(value: object) -> object:
-    return "-" if value is None else compact(value) if isinstance(value, float) else value

@@ -1,8 +1,8 @@
-"""Runs and figures -> one HTML page that needs nothing else.
+"""Runs and figures -> one self-contained HTML page.
 
-The page is whole without scripting: drawings, tables and switches are markup and CSS; the script
-adds sorting, filtering and quick hovering. Its content-security policy names the one style and the
-one script by their hashes, so that nothing else runs and nothing is fetched.
+The page works without scripting: drawings, tables and switches are markup and CSS; the script adds
+sorting, filtering and faster tooltips. Its content-security policy allows one style and one script,
+by their hashes, so nothing else runs and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 
-from howlinear.records.words import compact
 from howlinear.report.block_table import block_table, filters, numbers
 from howlinear.report.canvas import Canvas, Mark
 from howlinear.report.figure import Choice, Figure, looks
-from howlinear.report.glance import answers, tiles
+from howlinear.report.glance import summaries, tiles
 from howlinear.report.guide import guide, methods
-from howlinear.report.markup import Markup, joined, json_inside, tag
+from howlinear.report.markup import Markup, cell_text, joined, json_inside, scrolled, table, tag
 from howlinear.report.runs import Run
 from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
 from howlinear.report.svg import svg
@@ -40,7 +39,7 @@ def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     )
     first, others, several = list(figures[:1]), list(figures[1:]), len(runs) > 1
     body = joined(
-        tag("header", tag("h1", f"How linear is {title}?"), *answers(runs), _run_switches(runs)),
+        tag("header", tag("h1", f"How linear is {title}?"), *summaries(runs), _run_switches(runs)),
         tag(
             "main",
             tiles(runs[0]) if len(runs) == 1 and runs[0].blocks else None,
@@ -85,12 +84,9 @@ def _style(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     for i in range(len(runs)):
         rules.append(f"body:has(#on-r{i}:not(:checked)) .r{i}{{display:none}}")
     for f in figures:
-        for c in f.switches:
-            off = f"#{f.name}:has(#{f.name}-{c.part}:not(:checked))"
-            rules.append(f"{off} .hl .{c.part}{{display:none}}")
-        for c in f.one_of:
-            off = f"#{f.name}:not(:has(#{f.name}-{c.part}:checked))"
-            rules.append(f"{off} .hl .{c.part}{{display:none}}")
+        off = [(c, f":has(#{f.name}-{c.part}:not(:checked))") for c in f.switches]
+        off += [(c, f":not(:has(#{f.name}-{c.part}:checked))") for c in f.one_of]
+        rules += [f"#{f.name}{state} .hl .{c.part}{{display:none}}" for c, state in off]
     return "\n".join(rules)
 
 
@@ -120,14 +116,13 @@ def _sample(i: int) -> Markup:
 
 
 def _section(f: Figure, several: bool) -> Markup:
-    keys = "arrow keys walk through the values"
     plot = tag(
         "div",
         svg(f.canvas, f.title, label=f"{f.name}-title"),
         class_="plot",
         tabindex="0",
         role="group",
-        aria_label=f"{f.title}: {keys}",
+        aria_label=f"{f.title}: arrow keys move from value to value",
     )
     return tag(
         "section",
@@ -144,8 +139,8 @@ def _section(f: Figure, several: bool) -> Markup:
 def _switches(f: Figure) -> Markup | None:
     if not f.switches:
         return None
-    made = (_switch(f"{f.name}-{c.part}", c.label, c.on) for c in f.switches)
-    return tag("fieldset", tag("legend", "Show"), *made, class_="controls")
+    switches = (_switch(f"{f.name}-{c.part}", c.label, c.on) for c in f.switches)
+    return tag("fieldset", tag("legend", "Show"), *switches, class_="controls")
 
 
 def _one_of(f: Figure) -> Markup | None:
@@ -153,29 +148,22 @@ def _one_of(f: Figure) -> Markup | None:
         return None
 
     def radio(c: Choice) -> Markup:
-        told = {"name": f"{f.name}-one", "checked": c.on, "autocomplete": "off"}
-        return tag("label", tag("input", type="radio", id=f"{f.name}-{c.part}", **told), c.label)
+        state = {"name": f"{f.name}-one", "checked": c.on, "autocomplete": "off"}
+        return tag("label", tag("input", type="radio", id=f"{f.name}-{c.part}", **state), c.label)
 
     return tag("fieldset", tag("legend", "Block"), *map(radio, f.one_of), class_="controls one")
 
 
 def _numbers(f: Figure, several: bool) -> Markup:
-    """All numbers of a figure; of a single run its name goes without saying."""
+    """All numbers of a figure; the column of run names only where there are several runs."""
     start = 0 if several else 1
     head = tag("tr", *(tag("th", c, scope="col") for c in f.columns[start:]))
     rows = (tag("tr", *map(_cell, row[start:])) for row in f.rows)
-    table = tag("table", tag("thead", head), tag("tbody", *rows))
-    return tag(
-        "div", table, class_="wide", tabindex="0", role="region", aria_label=f"{f.title}: numbers"
-    )
+    return scrolled(table(head, rows), f"{f.title}: numbers")
 
 
 def _cell(value: object) -> Markup:
-    if isinstance(value, str):
-        return tag("td", value, class_="words")
-    return tag(
-        "td", compact(value) if isinstance(value, float) else "-" if value is None else value
-    )
+    return tag("td", cell_text(value), class_="words" if isinstance(value, str) else None)
 
 
 def _tables(runs: Sequence[Run]) -> Markup | None:
@@ -183,7 +171,7 @@ def _tables(runs: Sequence[Run]) -> Markup | None:
         return None
     return tag(
         "section",
-        tag("h2", "Block by block: what may be replaced, and why"),
+        tag("h2", "Block by block: which blocks can be replaced, and why"),
         filters(),
         *(block_table(run, i, several=len(runs) > 1) for i, run in enumerate(runs) if run.blocks),
         id="blocks",

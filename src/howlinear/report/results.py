@@ -1,10 +1,10 @@
-"""What every measured result has: plain values to keep, and a line to read.
+"""The base class of results: plain values to keep, a summary in one line, and HTML for notebooks.
 
-    result.to_dict()    # what the file in the run folder holds
+    result.to_dict()    # the content of the file in the run folder
     result              # in a notebook: a drawing and a table
     repr(result)        # <Profile of gpt2: 12 blocks, R2 0.352 (block 3) to 0.930 (block 11)>
 
-A result says its `_file` and its `_line`; the rest is here.
+A subclass defines `_file` and `_line`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from howlinear.records.words import number
 
 
 class Result:
-    """A result about a model and a text: `about` says which."""
+    """A result about the model and the text that `about` describes."""
 
     about: dict[str, Any]
 
@@ -28,14 +28,14 @@ class Result:
         raise NotImplementedError
 
     def _line(self) -> str:
-        """What was found, in a few words."""
+        """A summary in a few words."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file in a run folder holds: plain values, None for numbers that are not finite."""
+        """The content of the file in a run folder: plain values, None for numbers that are not finite."""
         kind, fields = self._file()
-        found: dict[str, Any] = clean({"kind": kind, "schema": SCHEMA, **self.about, **fields})
-        return found
+        content: dict[str, Any] = clean({"kind": kind, "schema": SCHEMA, **self.about, **fields})
+        return content
 
     def _runs(self) -> list[tuple[str, Sequence[BlockProfile]]]:
         """Profiles that a notebook draws, by name."""
@@ -56,8 +56,8 @@ def extremes(
     values: Iterable[tuple[object, float | None]], shown: Callable[[float], str] = number
 ) -> str:
     """(3, 0.352), (9, 0.930), ... -> 0.352 (block 3) to 0.930 (block 9)"""
-    found = [(value, name) for name, value in values if value is not None and value == value]
-    if not found:
+    known = [(value, name) for name, value in values if value is not None and value == value]
+    if not known:
         return "-"
-    low, high = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
-    return f"{shown(low[0])} (block {low[1]}) to {shown(high[0])} (block {high[1]})"
+    ends = (pick(known, key=lambda pair: pair[0]) for pick in (min, max))
+    return " to ".join(f"{shown(value)} (block {name})" for value, name in ends)

@@ -1,10 +1,10 @@
-"""May this block be replaced? In plain words, with the numbers that say so.
+"""Can this block be replaced? A verdict in words, with the numbers behind it.
 
     word, why = verdict(block, swap)
 
-A measured swap decides where there is one; else the profile's own estimate does, and the text says
-so. The bounds are those of `safety`: below 0.03 nats a token a swap is called safe, from 0.1 costly.
-It is safe only if two standard errors more would still be; if not, it is "safe so far".
+A measured swap decides where there is one; otherwise the profile's estimate does, and the text says
+so. `records.verdicts` has the thresholds. A block is "safe" if its cost plus two standard errors is
+below the threshold too, and "safe so far" if only the cost is.
 """
 
 from __future__ import annotations
@@ -24,78 +24,69 @@ def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
     cost = finite(s.delta_nll) if s else None
     if s is None:
         word, why = _estimated(b)
+    elif cost is None:  # the model has no next-token loss
+        map_error = (
+            f"cosine {number(finite(s.cosine))}, stream error {compact(finite(s.stream_error))}"
+        )
+        word, why = "not measured", f"The model has no next-token loss. Its map: {map_error}."
     else:
-        word, why = _replaced(s) if cost is None else _measured(s, cost)
+        word, why = _measured(s, cost)
     return word, " ".join([why, *_remarks(b, cost)])
 
 
 def _measured(s: BlockSwap, cost: float) -> tuple[str, str]:
-    shown = f"{percent(cost)}{percent_se(cost, s.delta_nll_se)} perplexity"
     units, se = len(s.units), finite(s.delta_nll_se)
-    kept = f"with {units} hidden unit{'s' if units > 1 else ''} kept"
-    as_what = f"one matrix {kept} costs" if units else "one matrix costs"
-    alone = f", without {percent(s.delta_nll_plain)}" if units else ""
     if cost < SAFE and se is not None and cost + 2 * se < SAFE:
-        word, says = SAFE_WORDS[units > 0], "Safe to replace"
+        word, opening = SAFE_WORDS[units > 0], "Safe to replace"
     elif cost < SAFE:
-        word, says = "safe so far", "Cheap to replace, by what was measured"
+        word, opening = "safe so far", "Cheap to replace, but not measured precisely enough"
     elif cost < COSTLY:
-        word, says = "some cost", "Can be replaced at some cost"
+        word, opening = "some cost", "Can be replaced at some cost"
     else:
-        word, says = "costly", "Costly to replace"
-    return word, f"{says}: {as_what} {shown}{alone}.{_unsure(cost, se)}{_constant(s, cost)}"
+        word, opening = "costly", "Costly to replace"
+    kept = f" with {units} hidden unit{'s' if units > 1 else ''} kept" if units else ""
+    without = f", without {percent(s.delta_nll_plain)}" if units else ""
+    growth = f"{percent(cost)}{percent_se(cost, se)} perplexity{without}"
+    why = f"{opening}: one matrix{kept} costs {growth}.{_uncertainty(cost, se)}"
+    if (mean := finite(s.delta_nll_mean)) is not None and cost > 0.9 * mean:
+        why += f" A constant does about as well ({percent(mean)})."
+    return word, why
 
 
-def _unsure(cost: float, se: float | None) -> str:
-    """What the standard error leaves open."""
+def _uncertainty(cost: float, se: float | None) -> str:
+    """A remark where another verdict lies within two standard errors."""
     if se is None:
         return " There is no standard error: too few windows."
-    ends = cost - 2 * se, cost + 2 * se
-    if not any(ends[0] < bound <= ends[1] for bound in (SAFE, COSTLY)):
+    low, high = cost - 2 * se, cost + 2 * se
+    if cost_level(low) == cost_level(high):
         return ""
-    return (
-        f" Two standard errors reach from {percent(ends[0])} to {percent(ends[1])}: measure more."
-    )
-
-
-def _replaced(s: BlockSwap) -> tuple[str, str]:
-    """A swap in a model that has no next-token loss."""
-    like = f"cosine {number(finite(s.cosine))}, stream error {compact(finite(s.stream_error))}"
-    return "not measured", f"The model has no next-token loss to tell a cost by. Its map: {like}."
-
-
-def _constant(s: BlockSwap, cost: float) -> str:
-    mean = finite(s.delta_nll_mean)
-    if mean is None or cost > 0.9 * mean:
-        return "" if mean is None else f" A constant does about as well ({percent(mean)})."
-    return ""
+    return f" Two standard errors reach from {percent(low)} to {percent(high)}: measure more."
 
 
 def _estimated(b: BlockProfile) -> tuple[str, str]:
     signal = finite(b.swap_signal)
     if signal is None:
-        return "not measured", "Not swapped, and there is no estimate: howlinear swap measures."
+        return "not measured", "Not swapped, and there is no estimate: run howlinear swap."
     word = ESTIMATED[cost_level(signal)]
     size = f"about {percent(signal)} perplexity by the profile's estimate, not yet measured"
     if b.safety == "sink":
-        return word, f"As one matrix alone {size}; with its sink units kept likely far less."
+        return word, f"One matrix alone: {size}; with its sink units kept likely far less."
     return word, f"{word.capitalize()}: {size}."
 
 
 def _remarks(b: BlockProfile, cost: float | None) -> list[str]:
-    """The traps that this block would lead into."""
-    found = []
+    """What a reader of this block's R2 alone would get wrong."""
+    r2, remarks = number(b.r2, 2), []
     if b.kind == "first-position only":
-        found.append(
-            f"R2 {number(b.r2, 2)} is the first position's doing: {number(b.r2_body, 2)} without it."
-        )
+        body = number(b.r2_body, 2)
+        remarks.append(f"R2 {r2} comes from the first position: without it R2 is {body}.")
     elif cost is not None and b.r2 >= HIGH_R2 and cost >= COSTLY:
-        found.append(f"R2 {number(b.r2, 2)} promised better: the model cares about the rest.")
+        remarks.append(f"R2 {r2} is high, but the model depends on the residual.")
     elif cost is not None and b.r2 < 0.6 and cost < SAFE:
-        found.append(f"R2 is only {number(b.r2, 2)}, but little depends on what is lost.")
+        remarks.append(f"R2 is only {r2}, but the model hardly depends on the residual.")
     if b.kind == "outlier-concentrated":
         median = finite(b.r2_feature.get("median"))
-        found.append(f"A few features carry R2: the median feature has {number(median, 2)}.")
+        remarks.append(f"A few features carry R2: the median feature has {number(median, 2)}.")
     if finite(b.r2_scalar) is not None and b.r2_scalar - b.r2 >= 0.1:
-        found.append(f"The scalar mean would show {number(b.r2_scalar, 2)}.")
-    return found
+        remarks.append(f"Around one scalar mean R2 is {number(b.r2_scalar, 2)}.")
+    return remarks

@@ -1,4 +1,4 @@
-"""Where the rest sits: the positions and tokens that a block's map does worst on."""
+"""Where the residual is large: positions and tokens that a block's map predicts worst."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from howlinear.records.fields import BlockProbe
 from howlinear.records.words import number
-from howlinear.report.markup import Markup, joined, tag
+from howlinear.report.markup import Markup, joined, scrolled, table, tag
 from howlinear.report.runs import Run, inside, listed
 
 READING = (
-    "How much of what the map leaves lies at the first position of a window, beside how many of the rows "
-    "do, and the tokens whose rows leave most, with how many times the mean they leave."
+    "The first position's share of the squared residual and of the rows, and the tokens with the "
+    "largest residuals, as multiples of the mean squared residual."
 )
 TOKENS = 6
 
@@ -25,16 +25,15 @@ def where(runs: Sequence[Run]) -> Markup | None:
     ]
     if not rows:
         return None
-    names = ("run", "block", "first position, %", "of rows, %", "tokens")
+    names = ("run", "block", "first position, % of residual", "% of rows", "tokens")
     head = tag("tr", *(tag("th", n, scope="col", class_="words") for n in names))
-    table = tag("table", tag("thead", head), tag("tbody", *rows))
-    title = "Where the rest sits"
-    wide = tag("div", table, class_="wide", tabindex="0", role="region", aria_label=title)
+    title = "Where the residual is large"
+    wide = scrolled(table(head, rows), title)
     return tag("section", tag("h2", title), tag("p", READING, class_="reading"), wide)
 
 
 def _shown(token: object) -> str:
-    """A token with its blanks in sight."""
+    """A token with visible blanks."""
     return str(token).replace(" ", "␣")
 
 
