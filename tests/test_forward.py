@@ -161,6 +161,17 @@ def test_a_forward_ends_with_the_last_block_wanted_and_the_model_is_as_before():
     assert torch.is_grad_enabled()
 
 
+def test_the_callback_may_run_blocks():
+    model = tiny.model("llama")
+    last = blocks(model)[-1]
+
+    def receive(batch, block, rows):
+        got = model.get_submodule(block.path)(rows.x)
+        torch.testing.assert_close(got, rows.y)
+
+    run_rows(model, IDS, receive, at=[last])
+
+
 def test_ranks_take_batches_in_turn_and_all_report_progress():
     model, said = tiny.model("llama"), []
 

@@ -163,9 +163,12 @@ class _Listener:
         parts[part] = (value.clone() if part == "y" and block.copies else value).detach()
         if part == ("y" if block.stream is None else "h") and {"x", "y"} <= parts.keys():
             self.heard.add(block)
-            forward, self.running = self.running, None  # deaf to what `receive` may run
-            self.receive(block, self.rows(block, self.parts.pop(block)))
-            self.running = forward
+            # `receive` may run blocks itself, and may end the forward by an exception
+            forward, strays, self.running = self.running, self.strays, None
+            try:
+                self.receive(block, self.rows(block, self.parts.pop(block)))
+            finally:
+                self.running, self.strays = forward, strays
 
     def rows(self, block: Block, parts: dict[str, Tensor]) -> Rows:
         lead, keep = parts["x"].shape[:-1], None
