@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import tiny
 from howlinear.losses import readout
 from howlinear.losses.perplexity import Comparison, Loss, TokenScores, compare, reference, text_loss
-from howlinear.losses.protocols import PROTOCOLS, Protocol, batches
+from howlinear.losses.protocols import PROTOCOLS, EvalProtocol, scored_batches
 from howlinear.losses.readout import Readout, head_logits
 from howlinear.models.families import blocks
 from howlinear.models.hooks import as_module, swapped
@@ -76,8 +76,8 @@ def llama():
     ],
 )
 def test_protocols_have_names_and_say_what_they_do(text, length, stride, said):
-    protocol = Protocol.parse(text)
-    assert protocol == Protocol(text, length, stride) == PROTOCOLS[text]
+    protocol = EvalProtocol.parse(text)
+    assert protocol == EvalProtocol(text, length, stride) == PROTOCOLS[text]
     assert str(protocol) == said
 
 
@@ -90,13 +90,13 @@ def test_protocols_have_names_and_say_what_they_do(text, length, stride, said):
 )
 def test_what_is_no_protocol_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
-        Protocol.parse(text)
+        EvalProtocol.parse(text)
 
 
 @pytest.mark.parametrize("n", [16, 17, 23, 24, 25, 64, 65])
 @pytest.mark.parametrize("text", ["stride-16-8", "stride-16-5", "stride-16-1", "windows-16"])
 def test_every_token_is_counted_once(text, n):
-    counted = [t for _, end, first in Protocol.parse(text).cut(n) for t in range(first, end)]
+    counted = [t for _, end, first in EvalProtocol.parse(text).cut(n) for t in range(first, end)]
     if text == "windows-16":
         assert counted == [t for t in range(n // 16 * 16) if t % 16]
     else:
@@ -173,7 +173,7 @@ def test_a_stream_and_its_windows_are_the_same_text(llama):
     assert (sum(seen), len(seen)) == (128, 3)
     for loss in (streamed, text_loss(llama, ids.split(3), "windows-16")):
         torch.testing.assert_close(loss.sums, want.sums, rtol=1e-6, atol=0)
-        assert loss.protocol == want.protocol == Protocol("windows-16", 16, 16)
+        assert loss.protocol == want.protocol == EvalProtocol("windows-16", 16, 16)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -348,7 +348,7 @@ def test_many_variants_share_one_reference(llama):
     ids, others = tokens(6, 12), [noisy(llama, scale) for scale in (0.01, 0.1)]
     original, *readouts = [Readout(model) for model in (llama, *others)]
     scores = [TokenScores() for _ in others]
-    for batch in batches(ids, Protocol.parse("windows-12"), 4):
+    for batch in scored_batches(ids, EvalProtocol.parse("windows-12"), 4):
         held = reference(
             original.logits(batch.rows(original.states(batch.inputs))), batch.targets, batch.window
         )

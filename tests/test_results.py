@@ -15,7 +15,7 @@ from howlinear.controls.checkpoints import Training
 from howlinear.controls.results import Control
 from howlinear.linear.affine import Factored, UnitMap
 from howlinear.losses.perplexity import Comparison
-from howlinear.losses.protocols import Protocol
+from howlinear.losses.protocols import EvalProtocol
 from howlinear.losses.speed import Speed, SpeedComparison
 from howlinear.losses.sweeps import swap_costs
 from howlinear.probing.probes import Probes
@@ -31,7 +31,7 @@ IDS = torch.randint(3, tiny.VOCABULARY - 1, (160, 32), generator=torch.Generator
 def comparison(more=0.0):
     counts = torch.full((4,), 31.0, dtype=torch.float64)
     nll = counts * 4
-    return Comparison(Protocol.parse("windows-32"), counts, nll, nll + more, counts, counts)
+    return Comparison(EvalProtocol.parse("windows-32"), counts, nll, nll + more, counts, counts)
 
 
 def speed():
@@ -118,7 +118,9 @@ def test_what_functions_of_the_library_hand_back(tmp_path):
     assert monitor.to_dict() == header | {"rows": rows}
     assert costs[0].to_dict()["change"]["delta_ppl"] == costs[0].change.delta_ppl
     said = [repr(x) for x in (halves[0], costs[0], costs[0].change, monitor, halves[0].maps[0])]
-    for line, begin in zip(said, ("<Profile of tiny:", "<Cost of block 0", "<Comp"), strict=False):
+    for line, begin in zip(
+        said, ("<Profile of tiny:", "<SwapCost of block 0", "<Comp"), strict=False
+    ):
         assert line.startswith(begin)
     assert all(len(line) < 250 and "tensor" not in line for line in said)
     assert "1 measurements; at step 0 R2" in said[3]

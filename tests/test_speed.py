@@ -13,7 +13,14 @@ from howlinear import Affine, blocks
 from howlinear.cli.tables.bench import show_bench
 from howlinear.export.installing import install_maps
 from howlinear.losses import speed
-from howlinear.losses.speed import Settings, Speed, SpeedComparison, Spread, compare_speeds, measure
+from howlinear.losses.speed import (
+    Speed,
+    SpeedComparison,
+    SpeedSettings,
+    Spread,
+    compare_speeds,
+    measure,
+)
 from howlinear.models.hooks import as_module
 from howlinear.records import files
 
@@ -102,7 +109,7 @@ def test_tokens_are_seeded_known_to_both_and_not_special():
     small, large = tiny.model("llama"), tiny.model("llama", vocab_size=80)
 
     def drawn(seed):
-        return speed._tokens([small, large], Settings(length=2000, seed=seed))
+        return speed._tokens([small, large], SpeedSettings(length=2000, seed=seed))
 
     assert torch.equal(drawn(0), drawn(0))
     assert not torch.equal(drawn(0), drawn(1))

@@ -13,7 +13,8 @@ from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import map_errors, sweep
 from howlinear.models.families import backbone
 from howlinear.models.hooks import as_module
-from howlinear.models.resuming import Recording
+from howlinear.models.recording import Recording
+from howlinear.run.work import Work
 
 CAUSAL = [n for n, row in tiny.TINY.items() if row.auto == "AutoModelForCausalLM"] + ["gemma3"]
 
@@ -54,8 +55,8 @@ def test_resumed_sweeps_are_the_obvious_loop(name):
     at = blocks(model)
     maps = linears(at)
     variants = [(b, maps[b.index]) for b in at]
-    fast = sweep(model, variants, ids, batch_size=3)
-    slow = sweep(model, variants, ids, batch_size=3, resume=False)
+    fast = sweep(model, variants, ids, work=Work(batch_size=3))
+    slow = sweep(model, variants, ids, work=Work(batch_size=3), resume=False)
     assert (fast.resumed, slow.resumed) == (True, False)
     for b, a, c in zip(at, fast.costs, slow.costs, strict=True):
         assert torch.equal(a.change.nll_changed, c.change.nll_changed)
@@ -98,7 +99,7 @@ def flops(run):
 def probe(model, at):
     readout = Readout(model)
     ids = {"input_ids": torch.arange(10, 14)[None]}
-    return Recording(model, at).works(lambda: readout.states(ids))
+    return Recording(model, at).problem(lambda: readout.states(ids))
 
 
 @pytest.mark.parametrize("pattern", ["q_proj", "o_proj", "gate_proj"])
@@ -139,8 +140,30 @@ def test_a_model_that_cannot_be_resumed_falls_back_to_the_obvious_loop():
     at = blocks(model)
     swept = sweep(model, [(b, linears(at)[b.index]) for b in at], ids)
     assert not swept.resumed
+    assert "block 1 (model.layers.1.mlp): resumed there, states differ by up to" in swept.note
     obvious = compare(model, lambda: swapped(model, {at[0]: linears(at)[0]}), ids)
     assert swept.costs[0].change.delta_nll == pytest.approx(obvious.delta_nll, rel=1e-5)
+
+
+def test_the_note_carries_what_a_resumed_forward_raised():
+    """A layer that counts on its neighbour having run raises; the sweep says so and goes on."""
+    model, ids = tiny.model("llama"), tokens(3, 10)
+    ran = []
+    model.model.register_forward_pre_hook(lambda *_: ran.clear())
+    first, second = model.model.layers[0].mlp, model.model.layers[1]
+    first.register_forward_hook(lambda *_: ran.append(0))
+
+    def needs_the_first(*_):
+        if not ran:
+            raise ZeroDivisionError("layer 0 has\nnot run")
+
+    second.register_forward_pre_hook(needs_the_first)
+    at = blocks(model)
+    swept = sweep(model, [(at[1], linears(at)[1])], ids)
+    assert not swept.resumed
+    assert swept.note.endswith("ZeroDivisionError: layer 0 has not run")
+    assert swept.note.startswith("every swap ran the whole model, since")
+    assert sweep(model, [(at[1], linears(at)[1])], ids, resume=False).note == ""
 
 
 def test_the_model_is_as_it_was_after_an_error_in_the_middle():

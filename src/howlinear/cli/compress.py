@@ -93,7 +93,7 @@ def compress(
     from howlinear.compression import plan as plans
     from howlinear.compression.compress import compress_model
     from howlinear.export import exports
-    from howlinear.losses.protocols import Protocol as Cut
+    from howlinear.losses.protocols import EvalProtocol as Cut
     from howlinear.models import corpus
     from howlinear.records.files import read_json, write_json
 

@@ -72,7 +72,7 @@ def probe(
     asked, about = asked_of(run)
     text = run_text(run, asked, about)
 
-    from howlinear.losses.protocols import Protocol as Cut
+    from howlinear.losses.protocols import EvalProtocol as Cut
     from howlinear.probing import probes
     from howlinear.profiling.profiler import Profile
     from howlinear.swapping.swaps import match

@@ -83,7 +83,7 @@ def swap(
     asked, about = asked_of(run)
     text = run_text(run, asked, about)
 
-    from howlinear.losses.protocols import Protocol as Cut
+    from howlinear.losses.protocols import EvalProtocol as Cut
     from howlinear.models import corpus
     from howlinear.run.ranks import Ranks
     from howlinear.swapping.swaps import measure_swaps

@@ -26,7 +26,7 @@ from howlinear.compression.refitting import TARGETS, Shape, Workshop
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.joint import GROUP
 from howlinear.losses.perplexity import Comparison, compare_all
-from howlinear.losses.protocols import Batches, Protocol, protocol_of
+from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import Replacement, Variant, sweep
 from howlinear.models.families import Block
@@ -37,6 +37,7 @@ from howlinear.records.fields import BlockCompression, BlockPlan
 from howlinear.records.files import read_json
 from howlinear.records.words import signed
 from howlinear.report.results import Result
+from howlinear.run.work import Work
 from howlinear.swapping.swaps import match
 
 # What is measured of each block: one matrix beside SINKS hidden units, and these shares of the hidden
@@ -154,7 +155,7 @@ def compress_model(
     at: str | None = None,
     rank: int | str = "auto",
     units: int | str = "auto",
-    protocol: Protocol | str | None = None,
+    protocol: EvalProtocol | str | None = None,
     curve: Sequence[float] = (),
     baselines: bool = True,
     intercept: bool = True,
@@ -230,7 +231,7 @@ class _Work:
         shop: Workshop,
         choose: Batches,
         report: Batches,
-        protocol: Protocol | str | None,
+        protocol: EvalProtocol | str | None,
         progress: Progress | None,
     ) -> None:
         self.folder, self.run, self.shop = folder, run, shop
@@ -320,9 +321,8 @@ class _Work:
         windows = self.choose
         if isinstance(windows, Tensor):
             windows = windows[: max(2, OPTION_TOKENS // windows.shape[1])]
-        size = windows.numel() if isinstance(windows, Tensor) else 0
-        done = self.progress(what, size * len(variants))
-        swept = sweep(self.model, variants, windows, protocol=self.how, progress=done)
+        work = Work(progress=self.progress)
+        swept = sweep(self.model, variants, windows, protocol=self.how, work=work, label=what)
         return [c.change for c in swept.costs if c.change is not None]
 
     # -- one set of blocks

@@ -5,7 +5,7 @@
     change = compare(model, lambda: swapped(model, {block: layer}), ids, "windows-128")
     change.delta_nll, change.delta_nll_se, change.kl, change.top1
 
-    for batch in batches(ids, PROTOCOLS["windows-128"]):    # by hand, for many variants at once
+    for batch in scored_batches(ids, PROTOCOLS["windows-128"]):    # for many variants at once
         states = batch.rows(readout.states(batch.inputs))
         for part in chunks(len(states), readout.vocabulary):
             original = reference(readout.logits(states[part]), batch.targets[part], batch.window[part])
@@ -31,10 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from howlinear.losses.protocols import EMPTY, Batches, Protocol, batches, protocol_of
+from howlinear.losses.protocols import EMPTY, EvalProtocol, protocol_of, scored_batches
 from howlinear.losses.readout import Context, Readout, chunks
+from howlinear.models.forward import WindowsLike
 from howlinear.records.files import clean
 from howlinear.records.statistics import ratio_se
+from howlinear.run.work import Advance
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class TokenScores:
         self.sums = _added(self.sums, original.window, values)
         return self
 
-    def comparison(self, protocol: Protocol) -> Comparison:
+    def comparison(self, protocol: EvalProtocol) -> Comparison:
         return Comparison(protocol, *self.sums.unbind(1))
 
 
@@ -132,7 +134,7 @@ def _fields(answer: Loss | Comparison, names: str) -> dict[str, Any]:
 class Loss:
     """A model's loss on a text; `nats` is the mean of a token's negative log-likelihood."""
 
-    protocol: Protocol
+    protocol: EvalProtocol
     counts: Tensor  # (windows,) predicted tokens, float64
     sums: Tensor  # (windows,) their negative log-likelihood in nats, float64
     n_bytes: int | None = None  # utf-8 bytes of the predicted tokens
@@ -172,7 +174,7 @@ class Loss:
 class Comparison:
     """Two models on the same tokens, so that what both find hard cancels. Sums are by window."""
 
-    protocol: Protocol
+    protocol: EvalProtocol
     counts: Tensor  # (windows,) predicted tokens, float64
     nll: Tensor  # (windows,) sums of the original's negative log-likelihood
     nll_changed: Tensor
@@ -225,38 +227,39 @@ class Comparison:
         return _fields(self, names) | both
 
 
-# -- the two questions ----------------------------------------------------------------------------
+# -- loss and comparison --------------------------------------------------------------------------
 
 
 def text_loss(
     model: nn.Module,
-    ids: Batches,
-    protocol: Protocol | str | None = None,
+    ids: WindowsLike,
+    protocol: EvalProtocol | str | None = None,
     *,
     batch_size: int = 8,
     n_bytes: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Advance | None = None,
 ) -> Loss:
-    """The model's loss on tokens: see `batches` for what they may be.
+    """The model's loss on tokens: one stream (n,), windows (n, length), or batches of windows.
 
     `n_bytes` is how many utf-8 bytes the predicted tokens stand for. `progress` is called with the
     number of tokens of each batch done.
     """
-    how, sums = protocol_of(ids, protocol), torch.zeros(0, 2, dtype=torch.float64)
-    for (logits,), targets, window in _scored([Readout(model)], ids, how, batch_size, progress):
+    protocol, sums = protocol_of(ids, protocol), torch.zeros(0, 2, dtype=torch.float64)
+    every = _scored([Readout(model)], ids, protocol, batch_size, progress)
+    for (logits,), targets, window in every:
         nll = _nll(logits.log_softmax(-1), targets, window)
         sums = _added(sums, window, torch.stack([torch.ones_like(nll), nll], 1))
-    return Loss(how, sums[:, 0], sums[:, 1], n_bytes)
+    return Loss(protocol, sums[:, 0], sums[:, 1], n_bytes)
 
 
 def compare(
     model: nn.Module,
     changed: nn.Module | Context,
-    ids: Batches,
-    protocol: Protocol | str | None = None,
+    ids: WindowsLike,
+    protocol: EvalProtocol | str | None = None,
     *,
     batch_size: int = 8,
-    progress: Callable[[int], None] | None = None,
+    progress: Advance | None = None,
 ) -> Comparison:
     """What a change costs: `changed` is another model with the same vocabulary, or a function that
     makes a context in which `model` is changed, such as `lambda: swapped(model, {block: layer})`.
@@ -267,34 +270,34 @@ def compare(
 def compare_all(
     model: nn.Module,
     changes: Sequence[nn.Module | Context],
-    ids: Batches,
-    protocol: Protocol | str | None = None,
+    ids: WindowsLike,
+    protocol: EvalProtocol | str | None = None,
     *,
     batch_size: int = 8,
-    progress: Callable[[int], None] | None = None,
+    progress: Advance | None = None,
 ) -> list[Comparison]:
     """Several changes beside the one original: see `compare`."""
-    how = protocol_of(ids, protocol)
+    protocol = protocol_of(ids, protocol)
     others = [Readout(c) if isinstance(c, nn.Module) else Readout(model, c) for c in changes]
     scores = [TokenScores() for _ in others]
-    every = _scored([Readout(model), *others], ids, how, batch_size, progress)
+    every = _scored([Readout(model), *others], ids, protocol, batch_size, progress)
     for (logits, *logits_changed), targets, window in every:
         original = reference(logits, targets, window)
-        for score, own in zip(scores, logits_changed, strict=True):
-            score.update(original, own)
-    return [score.comparison(how) for score in scores]
+        for score, changed in zip(scores, logits_changed, strict=True):
+            score.update(original, changed)
+    return [score.comparison(protocol) for score in scores]
 
 
 def _scored(
     readouts: list[Readout],
-    ids: Batches,
-    how: Protocol,
+    ids: WindowsLike,
+    protocol: EvalProtocol,
     batch_size: int,
-    progress: Callable[[int], None] | None,
+    progress: Advance | None,
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
     """Chunk by chunk: each readout's logits (n, vocabulary), the targets (n,), their windows (n,)."""
     predicted = 0
-    for batch in batches(ids, how, batch_size):
+    for batch in scored_batches(ids, protocol, batch_size):
         states = [batch.rows(readout.states(batch.inputs)) for readout in readouts]
         targets, window = batch.targets, batch.window
         for part in chunks(len(targets), readouts[0].vocabulary):
@@ -302,6 +305,6 @@ def _scored(
             yield logits, targets[part], window[part]
         predicted += len(targets)
         if progress is not None:
-            progress(batch.inputs["input_ids"].numel())
+            progress(batch.tokens)
     if not predicted:
         raise ValueError(EMPTY)

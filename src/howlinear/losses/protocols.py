@@ -1,24 +1,33 @@
-"""TODO"""
+"""Named ways to cut a text into windows and to choose the tokens that a loss is a mean over.
+
+    protocol = EvalProtocol.parse("windows-128")    # or "stride-1024-512", "gptq-2048"
+    for batch in scored_batches(ids, protocol):     # ids: one stream (n,), or windows (n, length)
+        states = batch.rows(run(batch.inputs))      # (n, d), the states that predict
+        batch.targets, batch.window                 # (n,) tokens to predict, and their windows
+
+A perplexity depends on how much context each token has, so a number is only comparable under one
+protocol; results carry its name. `KINDS` lists them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows
+
 EMPTY = "the text is empty: there is no token to predict"
 
-Batches = Tensor | Iterable[Tensor | Mapping[str, Tensor]]
+Batches = Tensor | Iterable[Any]  # older name of `models.forward.WindowsLike`
 
-
-# -- protocols ------------------------------------------------------------------------------------
 
 # A protocol's name is its kind and its numbers: how many numbers, and the kind in words. GPTQ (and
-# wanda, and most papers on quantisation) averages the windows' means; full windows weigh the same,
-# so that this is the mean over tokens, and only the text (documents joined by blank lines) is its own.
+# wanda, and most papers on quantisation) averages the windows' means. Full windows have equal
+# weight, so this equals the mean over tokens; its text (documents joined by blank lines) differs.
 KINDS = {
     ("windows", 1): "windows of {length}, first token not predicted",
     ("stride", 2): "windows of {length} every {stride} tokens, each token counted once",
@@ -27,13 +36,14 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Protocol:
+class EvalProtocol:
     """How a text is cut into windows, and which tokens of each are predicted.
 
-    A window starts every `stride` tokens, and the tokens that no window before it held are counted,
-    but for the window's first, which nothing predicts. Where windows overlap the last one may be
-    shorter, so that all tokens count, as in Hugging Face's guide to perplexity (whose loop weighs
-    windows by their tokens less one; here each token weighs the same). Else a rest is left out.
+    A window starts every `stride` tokens. It counts the tokens that no earlier window held, except
+    the window's own first token, which nothing predicts. Where windows overlap, the last one may be
+    shorter, so that all tokens count, as in Hugging Face's guide to perplexity (whose loop weights
+    windows by their tokens less one; here each token has the same weight). Otherwise the tokens
+    after the last full window are left out.
     """
 
     name: str
@@ -41,7 +51,7 @@ class Protocol:
     stride: int
 
     @classmethod
-    def parse(cls, text: str) -> Protocol:
+    def parse(cls, text: str) -> EvalProtocol:
         """From "windows-128", "stride-1024-512" (length, stride) or "gptq-2048"."""
         kind, *numbers = text.split("-")
         if not all(map(str.isdecimal, numbers)) or (kind, len(numbers)) not in KINDS:
@@ -70,12 +80,12 @@ class Protocol:
             yield start, end, max(seen, start + 1)
 
 
-PROTOCOLS = {n: Protocol.parse(n) for n in ("windows-128", "stride-1024-512", "gptq-2048")}
+PROTOCOLS = {n: EvalProtocol.parse(n) for n in ("windows-128", "stride-1024-512", "gptq-2048")}
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Windows of one length: B windows of L tokens, n of them predicted."""
+class ScoredBatch:
+    """B windows of one length L, and which n of their tokens are predicted."""
 
     inputs: dict[str, Tensor]
     counted: Tensor = field(repr=False)  # (B, L - 1) bool: is token t + 1 predicted, from state t?
@@ -88,72 +98,79 @@ class Batch:
 
     @property
     def window(self) -> Tensor:
-        """(n,) the number of each one's window."""
+        """(n,) the number of each predicted token's window."""
         return self.first + self.counted.nonzero()[:, 0]
+
+    @property
+    def tokens(self) -> int:
+        """B L: tokens that the model reads."""
+        return self.inputs["input_ids"].numel()
 
     def rows(self, states: Tensor) -> Tensor:
         """(n, d), the states that predict, of states (B, L, d)."""
         return states[:, :-1][self.counted.to(states.device)]
 
 
-def protocol_of(ids: Batches, protocol: Protocol | str | None) -> Protocol:
-    """The protocol meant; a tensor of windows (n, length) tells it by its shape."""
-    if protocol is None and isinstance(ids, Tensor) and ids.ndim == 2:
-        protocol = f"windows-{ids.shape[1]}"
+def protocol_of(ids: WindowsLike, protocol: EvalProtocol | str | None) -> EvalProtocol:
+    """The protocol passed; without one, windows (n, length) imply "windows-length"."""
+    if protocol is None and as_stream(ids) is None and (length := as_windows(ids).length):
+        protocol = f"windows-{length}"
     if protocol is None:
         raise ValueError("these tokens need a protocol, such as windows-128 or gptq-2048")
-    return Protocol.parse(protocol) if isinstance(protocol, str) else protocol
+    return EvalProtocol.parse(protocol) if isinstance(protocol, str) else protocol
 
 
-def batches(ids: Batches, how: Protocol, batch_size: int = 8) -> Iterator[Batch]:
-    """Batches of a stream of tokens (n,), cut by the protocol; or of windows that are cut already.
+def scored_batches(
+    ids: WindowsLike, protocol: EvalProtocol, batch_size: int = 8
+) -> Iterator[ScoredBatch]:
+    """Batches of a stream of tokens (n,), which the protocol cuts; or of windows, as they are.
 
-    Those are a tensor (n, length) or batches: tensors, or dicts of model inputs. Of dicts, padding
-    (attention_mask 0) is not counted, nor the token after it, nor labels of -100.
+    See `models.forward` for what windows may be. Padding (attention_mask 0) is not counted, nor is
+    the token after it, nor labels of -100.
     """
-    if batch_size < 1:
+    stream = as_stream(ids)
+    if stream is None:
+        for batch in as_windows(ids).batches(batch_size):
+            yield _scored(batch, protocol)
+    elif batch_size < 1:
         raise ValueError(f"batch size must be at least 1, got {batch_size} (--batch-size)")
-    if isinstance(ids, Tensor) and ids.numel() == 0:
+    else:
+        yield from _from_stream(stream, protocol, batch_size)
+
+
+def _from_stream(ids: Tensor, protocol: EvalProtocol, batch_size: int) -> Iterator[ScoredBatch]:
+    if len(ids) == 0:
         raise ValueError(EMPTY)
-    if isinstance(ids, Tensor) and ids.ndim == 1:
-        yield from _from_stream(ids, how, batch_size)
-        return
-    first = 0
-    for given in _checked(ids).split(batch_size) if isinstance(ids, Tensor) else ids:
-        batch = _as_batch(given, how, first)
-        yield batch
-        first += len(batch.counted)
-
-
-def _from_stream(ids: Tensor, how: Protocol, batch_size: int) -> Iterator[Batch]:
-    if len(ids) < how.length:
+    if len(ids) < protocol.length:
         raise ValueError(
-            f"the text has {len(ids)} tokens and one window takes {how.length} ({how.name}): "
-            f"give more text (--text-file) or take shorter windows"
+            f"the text has {len(ids)} tokens and one window takes {protocol.length} "
+            f"({protocol.name}): give more text (--text-file) or take shorter windows"
         )
-    cuts = list(how.cut(len(ids)))
-    full = [c for c in cuts if c[1] - c[0] == how.length]  # a shorter one comes last, alone
+    cuts = list(protocol.cut(len(ids)))
+    full = [c for c in cuts if c[1] - c[0] == protocol.length]  # a shorter one comes last, alone
     groups = [full[i : i + batch_size] for i in range(0, len(full), batch_size)]
     first = 0
     for group in [*groups, *([c] for c in cuts[len(full) :])]:
         windows = _checked(torch.stack([ids[start:end] for start, end, _ in group]))
         skipped = torch.tensor([[counted - start] for start, _, counted in group])
-        yield Batch({"input_ids": windows}, torch.arange(1, windows.shape[1]) >= skipped, first)
+        counted = torch.arange(1, windows.shape[1]) >= skipped
+        yield ScoredBatch({"input_ids": windows}, counted, first)
         first += len(group)
 
 
-def _as_batch(given: Any, how: Protocol, first: int) -> Batch:
-    inputs = {"input_ids": given} if isinstance(given, Tensor) else given
-    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
-        raise ValueError(
-            f"expected token ids, or batches of them with input_ids, got {type(given).__name__}"
-        )
+def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
+    """Windows that are cut already."""
+    inputs = batch.inputs
+    if "input_ids" not in inputs:
+        raise ValueError(f"expected token ids, got dict of {', '.join(inputs)} without input_ids")
+    if len(batch) == 0:
+        raise ValueError(EMPTY)
     ids = _checked(inputs["input_ids"])
     mask = inputs.get("attention_mask", torch.ones_like(ids)).cpu() != 0
-    short = "attention_mask" in inputs and ids.shape[1] < how.length
-    if how.stride < how.length or (ids.shape[1] != how.length and not short):
+    short = "attention_mask" in inputs and ids.shape[1] < protocol.length
+    if protocol.stride < protocol.length or (ids.shape[1] != protocol.length and not short):
         raise ValueError(
-            f"{how.name} does not fit windows of shape {tuple(ids.shape)}: "
+            f"{protocol.name} does not fit windows of shape {tuple(ids.shape)}: "
             f"give one stream of tokens, of shape (n,), or windows-{ids.shape[1]}"
         )
     if mask.shape != ids.shape:
@@ -162,11 +179,12 @@ def _as_batch(given: Any, how: Protocol, first: int) -> Batch:
     if "labels" in inputs:
         counted &= inputs["labels"][:, 1:].cpu() != -100
     rest = {k: v for k, v in inputs.items() if k not in ("input_ids", "labels")}
-    return Batch({"input_ids": ids, **rest}, counted, first)
+    return ScoredBatch({"input_ids": ids, **rest}, counted, batch.first)
 
 
 def _checked(ids: Tensor) -> Tensor:
-    if ids.ndim != 2 or ids.shape[1] < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+    """Whole numbers on the CPU, with a token to predict in each window."""
+    if ids.shape[1] < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"expected token ids: whole numbers of shape (n,) or (windows, length), "
             f"got {ids.dtype} of shape {tuple(ids.shape)}"

@@ -1,4 +1,16 @@
-"""TODO"""
+"""Logits of a language model in two steps, so that only a few of them exist at once.
+
+    readout = Readout(model)                        # ValueError where a model has no next-token loss
+    states = readout.states({"input_ids": ids})     # (B, L, d), the backbone's last hidden states
+    for part in chunks(len(rows), readout.vocabulary):
+        logits = readout.logits(rows[part])         # (n, vocabulary) in float32, of some rows
+
+Logits of a text are tokens x vocabulary numbers, most often more than all activations together. The
+second step is the model's own forward with a backbone that returns the states at once
+(`recording.answering`), so scaling and soft caps are those of the family. Whether both steps together
+give what the whole model gives is tested when a Readout is made; where they do not, the whole model
+runs at once.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.models import bfloat16
-from howlinear.models.families import backbone, call_options
+from howlinear.models.families import backbone
+from howlinear.models.forward import Forward
 from howlinear.models.hooks import evaluating
-from howlinear.models.resuming import answering
+from howlinear.models.recording import answering
 
-CHUNK = 2**22  # logits at a time: 16 MB in float32, which the scores then find near
+CHUNK = 2**22  # logits at a time: 16 MB in float32, which fits a cache
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-# -- tokens -> states -> logits -------------------------------------------------------------------
-
-
 class Readout:
-    """How logits come out of a language model, in two steps so that few of them exist at once.
+    """Runs a model's backbone and its head apart.
 
-    `during` makes a context in which the model is changed, such as `lambda: swapped(...)`. Then
-    states are computed inside and logits outside it. A short run when this is made shows whether
-    both steps give what the whole model gives; else (`whole`) the whole model gives the states.
+    `during` makes a context in which the model is changed, such as `lambda: swapped(...)`: states
+    are computed inside it, logits outside. `whole` says that the states are the logits already.
     """
 
     def __init__(self, model: nn.Module, during: Context = nullcontext) -> None:
         self.model, self.during, self.whole = model, during, False
-        bfloat16.check(next(model.parameters()).dtype, self.device)
+        self._backbone, self._model = Forward(model), Forward(model, head=True)
+        self.device = self._model.device
         name = type(model).__name__
         config: Any = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
@@ -47,8 +56,8 @@ class Readout:
         size = getattr(model.get_input_embeddings(), "num_embeddings", 18)  # type: ignore[operator]
         ids = torch.arange(10, 18).repeat(2, 1) % size  # any tokens do
         ids[1, -1] = (ids[0, -1] + 1) % size
-        with torch.no_grad(), during(), evaluating(model):
-            want = model(input_ids=ids.to(self.device)).logits
+        with during():
+            want = self._model({"input_ids": ids}).logits
         if not _close(want[0, :-1], want[1, :-1]):
             raise ValueError(
                 f"{name} sees the tokens that follow, as masked language models do, so it has no "
@@ -57,12 +66,8 @@ class Readout:
         self.vocabulary = int(want.shape[-1])
         try:
             self.whole = not _close(self.logits(self.states({"input_ids": ids})), want)
-        except (AttributeError, TypeError, RuntimeError):  # its forward is of another kind
+        except (AttributeError, TypeError, RuntimeError):  # its head reads more than the states
             self.whole = True
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """(B, L, d), the backbone's last hidden states."""
@@ -72,10 +77,8 @@ class Readout:
                 f"windows of {length} tokens are longer than the {self.positions} positions of "
                 f"{type(self.model).__name__}: take shorter windows"
             )
-        net = self.model if self.whole else backbone(self.model)
-        given = {key: value.to(self.device) for key, value in inputs.items()}
-        with torch.no_grad(), self.during(), evaluating(self.model):
-            out = net(**given, **call_options(net))
+        with self.during():
+            out = (self._model if self.whole else self._backbone)(inputs)
         return out.logits if self.whole else out[0]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -86,8 +89,8 @@ class Readout:
 def head_logits(model: nn.Module, states: Tensor) -> Tensor:
     """(..., vocabulary) in float32: what `model` makes of its backbone's last hidden states.
 
-    The model's own forward runs with a backbone that answers at once, so that whatever a family
-    does to its logits (soft cap in gemma2, scaling in cohere and granite) is done here too.
+    The model's own forward runs with a backbone that returns at once, so that the soft cap of
+    gemma2 and the scaling of cohere and granite apply here too.
     """
     flat = states.reshape(1, -1, states.shape[-1])
     ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=states.device)
@@ -110,12 +113,9 @@ class _Answer(tuple[Tensor]):
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding, beside the largest of b. What is not finite is found elsewhere."""
+    """Equal up to rounding of the largest b. Values that are not finite are reported by scoring."""
     slack = max(1e-4, 2 * torch.finfo(b.dtype).eps) * float(b.nan_to_num(0, 0, 0).abs().max())
     return a.shape == b.shape and torch.allclose(a.to(b), b, 0, slack, equal_nan=True)
-
-
-# -- logits -> scores -----------------------------------------------------------------------------
 
 
 def chunks(n: int, vocabulary: int) -> Iterator[slice]:

@@ -41,7 +41,7 @@ WARM_UP = 2  # steps of decoding before the clock runs
 
 
 @dataclass(frozen=True)
-class Settings:
+class SpeedSettings:
     """How much is run, and how often."""
 
     length: int = 512
@@ -220,8 +220,8 @@ def measure(
     folder: str | Path | None = None,
 ) -> Speed:
     """Tokens a second of one model, and its size; `folder` is where its files are, if anywhere."""
-    how = Settings(length, batch, new_tokens, repeats, seed)
-    return _measured([model], [folder], how)[0]
+    settings = SpeedSettings(length, batch, new_tokens, repeats, seed)
+    return _measured([model], [folder], settings)[0]
 
 
 def compare_speeds(
@@ -236,22 +236,22 @@ def compare_speeds(
     folders: tuple[str | Path | None, str | Path | None] = (None, None),
 ) -> SpeedComparison:
     """How many times as fast `model` is as `other`: both in one run, by turns, on the same tokens."""
-    how = Settings(length, batch, new_tokens, repeats, seed)
-    first, second = _measured([model, other], folders, how)
+    settings = SpeedSettings(length, batch, new_tokens, repeats, seed)
+    first, second = _measured([model, other], folders, settings)
     return SpeedComparison(first, second)
 
 
 def _measured(
-    models: list[nn.Module], folders: Sequence[str | Path | None], how: Settings
+    models: list[nn.Module], folders: Sequence[str | Path | None], settings: SpeedSettings
 ) -> list[Speed]:
     for model in models:
-        _check(model, how)
-    ids = _tokens(models, how)
+        _check(model, settings)
+    ids = _tokens(models, settings)
     with torch.no_grad(), ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
         counts = [multiply_adds(partial(prefill, m, _on(m, ids))) for m in models]
-        times = _by_turns(models, ids, how)
+        times = _by_turns(models, ids, settings)
     return [
         Speed(
             parameters=sum(p.numel() for p in model.parameters()),
@@ -260,19 +260,19 @@ def _measured(
             multiply_adds=count,
             prefill_seconds=tuple(times["prefill", i]),
             decode_seconds=tuple(times["decode", i]) if generates(model) else None,
-            settings=_settings(model, how),
+            settings=_settings(model, settings),
         )
         for i, (model, folder, count) in enumerate(zip(models, folders, counts, strict=True))
     ]
 
 
 def _by_turns(
-    models: list[nn.Module], ids: Tensor, how: Settings
+    models: list[nn.Module], ids: Tensor, settings: SpeedSettings
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds by phase and model: in each round all prefills, then all decodes."""
 
     def decoding(model: nn.Module) -> float:
-        return decode(model, _on(model, ids[:, : how.prompt]), how.new_tokens)[1]
+        return decode(model, _on(model, ids[:, : settings.prompt]), settings.new_tokens)[1]
 
     def filling(model: nn.Module) -> float:
         given = _on(model, ids)
@@ -287,8 +287,8 @@ def _by_turns(
     for model in models:  # the first runs pay for threads, caches and memory
         filling(model)
         if generates(model):
-            decode(model, _on(model, ids[:, : how.prompt]), WARM_UP)
-    for turn in range(how.repeats):
+            decode(model, _on(model, ids[:, : settings.prompt]), WARM_UP)
+    for turn in range(settings.repeats):
         order = list(enumerate(models))[:: -1 if turn % 2 else 1]
         for phase, timed in phases.items():
             for i, model in order:
@@ -356,11 +356,11 @@ class _Clock:
             torch.accelerator.synchronize(self.device)
 
 
-def _check(model: nn.Module, how: Settings) -> None:
+def _check(model: nn.Module, settings: SpeedSettings) -> None:
     name, reads = type(model).__name__, getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids":
         raise ValueError(f"{name} reads {reads}, not text: its speed is not measured here")
-    needs = max(how.length, how.prompt + how.new_tokens if generates(model) else 0)
+    needs = max(settings.length, settings.prompt + settings.new_tokens if generates(model) else 0)
     most = _config(model, "max_position_embeddings")
     if isinstance(most, int) and needs > most:
         raise ValueError(
@@ -369,14 +369,14 @@ def _check(model: nn.Module, how: Settings) -> None:
         )
 
 
-def _tokens(models: list[nn.Module], how: Settings) -> Tensor:
+def _tokens(models: list[nn.Module], settings: SpeedSettings) -> Tensor:
     """Random ones (B, L) that every model knows, none of them special: padding moves positions in
     some families, and an image's placeholder wants an image."""
     sizes = [m.get_input_embeddings().num_embeddings for m in models]  # type: ignore[operator]
     special = {token for model in models for token in _special(model)}
     plain = torch.tensor([i for i in range(min(sizes)) if i not in special])
-    generator = torch.Generator().manual_seed(how.seed)
-    return plain[torch.randint(len(plain), (how.batch, how.length), generator=generator)]
+    generator = torch.Generator().manual_seed(settings.seed)
+    return plain[torch.randint(len(plain), (settings.batch, settings.length), generator=generator)]
 
 
 def _special(model: nn.Module) -> Iterator[int]:
@@ -401,10 +401,10 @@ def _on(model: nn.Module, ids: Tensor) -> Tensor:
     return ids.to(next(model.parameters()).device)
 
 
-def _settings(model: nn.Module, how: Settings) -> dict[str, Any]:
+def _settings(model: nn.Module, settings: SpeedSettings) -> dict[str, Any]:
     first = next(model.parameters())
-    return asdict(how) | {
-        "prompt": how.prompt,
+    return asdict(settings) | {
+        "prompt": settings.prompt,
         "device": str(first.device),
         "dtype": str(first.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,23 +20,26 @@ from torch import Tensor, nn
 
 from howlinear.linear.rows import Rows
 from howlinear.losses.perplexity import Comparison, Loss, Reference, TokenScores, reference
-from howlinear.losses.protocols import Batch, Batches, Protocol, batches, protocol_of
+from howlinear.losses.protocols import EvalProtocol, ScoredBatch, protocol_of, scored_batches
 from howlinear.losses.readout import Readout, chunks
-from howlinear.models.families import Block, backbone, blocks
-from howlinear.models.hooks import evaluating, swapped, tap
-from howlinear.models.resuming import Recording
+from howlinear.models.families import Block, blocks
+from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows, run_rows
+from howlinear.models.hooks import swapped, tap
+from howlinear.models.offload import device_of
+from howlinear.models.recording import Recording
 from howlinear.records.escaping import escaped
 from howlinear.records.files import clean
-from howlinear.run.ranks import ALONE, Ranks
+from howlinear.run.ranks import Ranks
+from howlinear.run.work import Advance, Work
 
-ROOM = 2**26  # logits of the original model that are kept while variants are held against them
+ROOM = 2**26  # logits of the original model that are kept to compare variants with
 
 Replacement = Callable[[Tensor], Tensor]
 Variant = tuple[Block, Replacement]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Cost:
+class SwapCost:
     """What one replacement of one block does to the model, and how far it is from the block."""
 
     block: Block
@@ -47,34 +50,35 @@ class Cost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, None for numbers that are not finite."""
-        found: dict[str, Any] = {"index": self.block.index, "path": self.block.path}
-        found["change"] = None if self.change is None else self.change.to_dict()
+        place = {"index": self.block.index, "path": self.block.path}
+        change = None if self.change is None else self.change.to_dict()
         names = ("cosine", "rmse", "stream_error")
-        return found | clean({name: getattr(self, name) for name in names})
+        return {**place, "change": change, **clean({name: getattr(self, name) for name in names})}
 
     def __repr__(self) -> str:
-        said = f"cosine {self.cosine:.3f}" if self.change is None else str(self.change)
-        return escaped(f"<Cost of block {self.block.index} ({self.block.path}): {said}>")
+        cost = f"cosine {self.cosine:.3f}" if self.change is None else str(self.change)
+        return escaped(f"<SwapCost of block {self.block.index} ({self.block.path}): {cost}>")
 
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """Costs in the order of the variants; `resumed`: were the blocks before a swap computed once?"""
+    """Costs in the order of the variants."""
 
-    costs: list[Cost]
+    costs: list[SwapCost]
     base: Loss
-    resumed: bool
+    resumed: bool  # were the layers before a swap computed once?
+    note: str = ""  # why not, where that was tried
 
 
 def swap_costs(
     model: nn.Module,
     maps: Mapping[int, Replacement],
-    windows: Batches,
+    windows: WindowsLike,
     *,
-    protocol: Protocol | str | None = None,
+    protocol: EvalProtocol | str | None = None,
     batch_size: int = 8,
-    progress: Callable[[int], None] | None = None,
-) -> list[Cost]:
+    progress: Advance | None = None,
+) -> list[SwapCost]:
     """The cost of replacing each block alone, by depth index, on windows (n, length) of token ids.
 
     `maps` may hold anything that takes x (..., d_in) to y (..., d_out). `windows` may also be one
@@ -84,98 +88,100 @@ def swap_costs(
     if missing := [i for i in maps if i not in by_index]:
         raise ValueError(f"there is no block {missing[0]}: the model has {len(by_index)} blocks")
     variants = [(by_index[i], maps[i]) for i in sorted(maps)]
-    return sweep(
-        model, variants, windows, protocol=protocol, batch_size=batch_size, progress=progress
-    ).costs
+    work = Work(batch_size=batch_size, progress=None if progress is None else lambda *_: progress)
+    return sweep(model, variants, windows, protocol=protocol, work=work).costs
 
 
 def sweep(
     model: nn.Module,
     variants: Sequence[Variant],
-    windows: Batches,
+    windows: WindowsLike,
     *,
-    protocol: Protocol | str | None = None,
-    batch_size: int = 8,
+    protocol: EvalProtocol | str | None = None,
     resume: bool = True,
-    ranks: Ranks = ALONE,
-    progress: Callable[[int], None] | None = None,
+    work: Work | None = None,
+    label: str = "swapping",
 ) -> Sweep:
-    """The model once as it is, and once with each variant alone. `progress` hears tokens a variant.
+    """The model once as it is, and once with each variant alone.
 
-    Several `ranks` take batches in turn, and each has the whole result.
+    Progress is in tokens of all variants. Of several ranks each runs some of the batches; all get
+    the whole result. `resume=False` runs every layer for every variant: the slow reference.
     """
     for block, replacement in variants:
         check_widths(block, replacement)
-    how, readout = protocol_of(windows, protocol), Readout(model)
+    work, protocol, readout = work or Work(), protocol_of(windows, protocol), Readout(model)
     at = list(dict.fromkeys(block for block, _ in variants))
     recording = Recording(model, at)
     probe = {"input_ids": torch.arange(10, 14)[None] % readout.vocabulary}
-    resumed = resume and recording.works(lambda: readout.states(probe))
-    scores = [TokenScores() for _ in variants]
-    errors = [_Errors(_norm(model, block)) for block, _ in variants]
+    problem = recording.problem(lambda: readout.states(probe)) if resume else None
+    resumed = resume and problem is None
+    scores = [(TokenScores(), _Errors(_norm(model, block))) for block, _ in variants]
     base = TokenScores()
-    size = max(1, min(batch_size, ROOM // (readout.vocabulary * how.length)))
-    for number, batch in enumerate(batches(windows, how, size)):
-        if not ranks.mine(number):
+    advance = work.begin(label, _tokens(windows) * len(variants) // work.ranks.count)
+    size = max(1, min(work.batch_size, ROOM // (readout.vocabulary * protocol.length)))
+    for number, batch in enumerate(scored_batches(windows, protocol, size)):
+        if not work.ranks.mine(number):
             continue
         rows, originals = _original(model, readout, recording, batch, at)
         for original in originals:
             base.update(original, original.log_p)
-        for (block, replacement), score, error in zip(variants, scores, errors, strict=True):
-            with ExitStack() as stack:
-                if resumed:
-                    stack.enter_context(recording.resumed(block))
-                watched = error.watching(replacement, rows[block])
-                stack.enter_context(swapped(model, {block: watched}))
+        for (block, replacement), (score, error) in zip(variants, scores, strict=True):
+            watched = error.watching(replacement, rows[block])
+            before = recording.resumed(block) if resumed else nullcontext()
+            with before, swapped(model, {block: watched}):
                 states = batch.rows(readout.states(batch.inputs))
             for original, part in zip(originals, _parts(batch, readout), strict=True):
                 score.update(original, readout.logits(states[part]))
-            if progress is not None:
-                progress(batch.inputs["input_ids"].numel())
-    for score in (base, *scores):
-        score.sums = ranks.sum(score.sums)
+            advance(batch.tokens)
+    for score in (base, *(score for score, _ in scores)):
+        score.sums = work.ranks.sum(score.sums)
     costs = [
-        Cost(block, score.comparison(how), *error.means(ranks))
-        for (block, _), score, error in zip(variants, scores, errors, strict=True)
+        SwapCost(block, score.comparison(protocol), *error.means(work.ranks))
+        for (block, _), (score, error) in zip(variants, scores, strict=True)
     ]
-    return Sweep(costs, base.comparison(how).original, resumed)
+    note = f"every swap ran the whole model, since it could not be resumed: {problem}"
+    return Sweep(costs, base.comparison(protocol).original, resumed, note if problem else "")
+
+
+def _tokens(windows: WindowsLike) -> int:
+    """Tokens to run; 0 where only reading tells."""
+    stream = as_stream(windows)
+    return as_windows(windows).tokens if stream is None else len(stream)
 
 
 def map_errors(
-    model: nn.Module, variants: Sequence[Variant], windows: Batches, ranks: Ranks = ALONE
-) -> list[Cost]:
-    """How far each replacement is from its block: all that can be said without a prediction."""
+    model: nn.Module,
+    variants: Sequence[Variant],
+    windows: WindowsLike,
+    work: Work | None = None,
+) -> list[SwapCost]:
+    """How far each replacement is from its block, for models that predict no next token."""
     for block, replacement in variants:
         check_widths(block, replacement)
-    errors = {block: _Errors(_norm(model, block)) for block, _ in variants}
-    maps = dict(variants)
+    work, maps = work or Work(), dict(variants)
+    errors = {block: _Errors(_norm(model, block)) for block in maps}
 
-    def receive(block: Block, rows: Rows) -> None:
+    def receive(_: Batch, block: Block, rows: Rows) -> None:
         errors[block].update(rows, maps[block](rows.x))
 
-    with torch.no_grad(), evaluating(model), tap(model, receive, at=list(maps)):
-        for number, inputs in enumerate(model_inputs(model, windows)):
-            if ranks.mine(number):
-                backbone(model)(**inputs)
-    return [Cost(block, None, *errors[block].means(ranks)) for block in maps]
+    run_rows(model, windows, receive, at=list(maps), work=work, label="comparing")
+    return [SwapCost(block, None, *errors[block].means(work.ranks)) for block in maps]
 
 
 def model_inputs(
-    model: nn.Module, windows: Batches, batch_size: int = 8
+    model: nn.Module, windows: WindowsLike, batch_size: int = 8
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches of windows (n, length), or of dicts of inputs, on the model's device."""
-    device = next(model.parameters()).device
-    for given in windows.split(batch_size) if isinstance(windows, Tensor) else windows:
-        inputs = {"input_ids": given} if isinstance(given, Tensor) else given
-        yield {name: value.to(device) for name, value in inputs.items()}
+    """Batches of model inputs on the model's device."""
+    for batch in as_windows(windows).batches(batch_size):
+        yield {name: value.to(device_of(model)) for name, value in batch.inputs.items()}
 
 
 def _original(
-    model: nn.Module, readout: Readout, recording: Recording, batch: Batch, at: list[Block]
+    model: nn.Module, readout: Readout, recording: Recording, batch: ScoredBatch, at: list[Block]
 ) -> tuple[dict[Block, Rows], list[Reference]]:
-    """What the blocks said and what the model predicted before anything is changed."""
+    """The blocks' rows and the unchanged model's predictions of one batch."""
     rows: dict[Block, Rows] = {}
-    with recording.listening(), tap(model, rows.__setitem__, at=at):
+    with recording.recording(), tap(model, rows.__setitem__, at=at):
         states = batch.rows(readout.states(batch.inputs))
     targets, window = batch.targets, batch.window
     return rows, [
@@ -184,7 +190,7 @@ def _original(
     ]
 
 
-def _parts(batch: Batch, readout: Readout) -> Iterator[slice]:
+def _parts(batch: ScoredBatch, readout: Readout) -> Iterator[slice]:
     return chunks(int(batch.counted.sum()), readout.vocabulary)
 
 
@@ -210,11 +216,11 @@ class _Errors:
         self.cosine = self.squares = self.stream = 0.0
 
     def watching(self, replacement: Replacement, rows: Rows) -> Replacement:
-        """The replacement, heard by the way."""
+        """The replacement, which also adds its errors on these rows when it runs."""
 
         def run(x: Tensor) -> Tensor:
             guess = replacement(x)
-            if guess.shape[-1] == rows.y.shape[-1]:  # else `swapped` has a word to say
+            if guess.shape[-1] == rows.y.shape[-1]:  # another width is refused by `swapped`
                 self.update(rows, guess)
             return guess
 
@@ -238,11 +244,10 @@ class _Errors:
         self.stream += _total(off)
 
     def means(self, ranks: Ranks) -> tuple[float, float, float]:
-        """(cosine, rmse, stream_error), of what all ranks have summed."""
-        own = [self.n, self.elements, self.cosine, self.squares, self.stream]
-        n, elements, cosine, squares, stream = ranks.sum(torch.tensor([own], dtype=torch.float64))[
-            0
-        ].tolist()
+        """(cosine, rmse, stream_error) over the rows of all ranks."""
+        sums = [[self.n, self.elements, self.cosine, self.squares, self.stream]]
+        total = ranks.sum(torch.tensor(sums, dtype=torch.float64))[0].tolist()
+        n, elements, cosine, squares, stream = total
         if not n:
             return math.nan, math.nan, math.nan
         return cosine / n, math.sqrt(squares / elements), stream / n

@@ -117,13 +117,18 @@ def as_windows(windows: WindowsLike) -> Windows:
         return windows
     if isinstance(windows, str | bytes) or not isinstance(windows, Iterable):
         raise ValueError(f"{EXPECTED}; got {type(windows).__name__}")
-    if getattr(windows, "ndim", 0) == 1 or (isinstance(windows, list) and _is_window(windows)):
+    if _is_window(windows):
         raise ValueError(f"{EXPECTED}; got one stream of tokens: cut it into windows first")
     if not (isinstance(windows, Mapping) or _is_array(windows) or _is_windows(windows)):
         return Windows(source=windows)
     inputs = _inputs(windows)
     alike = len({len(value) for value in inputs.values()}) == 1
     return Windows(inputs) if alike else Windows(source=[inputs])  # image patches: not to be cut
+
+
+def as_stream(ids: WindowsLike) -> Tensor | None:
+    """Token ids (n,) where one stream of them was passed, as tensor, numpy array or list."""
+    return _tensor(IDS, ids) if _is_window(ids) else None
 
 
 def _is_array(value: Any) -> bool:
@@ -135,16 +140,20 @@ def _is_window(value: Any) -> bool:
     """Token ids of one window: one dimension, or a list of whole numbers."""
     if _is_array(value):
         return bool(value.ndim == 1)
-    return isinstance(value, list | tuple) and all(type(v) is int for v in value)
+    return _is_list(value) and all(type(v) is int for v in value)
 
 
 def _is_windows(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and _is_window(value[0])
+    return _is_list(value) and _is_window(value[0])
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0
 
 
 def _inputs(batch: Any) -> dict[str, Tensor]:
     """Model inputs of some windows, (windows, ...) each."""
-    if isinstance(batch, list | tuple) and batch and not (_is_window(batch) or _is_windows(batch)):
+    if _is_list(batch) and not _is_window(batch) and not _is_windows(batch):
         if any(getattr(other, "ndim", 0) > 1 for other in batch[1:]):
             raise ValueError(
                 f"a batch has {len(batch)} tensors without names: give a dict, such as "

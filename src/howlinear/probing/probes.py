@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine, UnitMap
 from howlinear.losses.perplexity import Loss
-from howlinear.losses.protocols import Batches, Protocol, protocol_of
+from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import sweep
 from howlinear.models import corpus
@@ -59,6 +59,7 @@ from howlinear.records.fields import BlockProbe, BlockSwap
 from howlinear.records.files import read_json, write_json
 from howlinear.records.statistics import pearson, spearman
 from howlinear.report.results import Result
+from howlinear.run.work import Work
 from howlinear.swapping.swaps import Shelf, match
 
 QUICK = ("bilinear", "degree", "units", "where", "quantised")
@@ -174,7 +175,7 @@ def probe(
     settings: Settings | None = None,
     at: str | None = None,
     predict: Batches | None = None,
-    protocol: Protocol | str | None = None,
+    protocol: EvalProtocol | str | None = None,
     heal_on: Tensor | None = None,
     decode: Decode | None = None,
     memory: int | None = None,
@@ -490,7 +491,7 @@ def _with_costs(
     result: Probes,
     group: Sequence[Block],
     windows: Batches,
-    protocol: Protocol | str | None,
+    protocol: EvalProtocol | str | None,
     progress: Progress | None,
 ) -> Probes:
     """Every layer of these blocks put in its block's place, one at a time."""
@@ -500,9 +501,8 @@ def _with_costs(
         for kind, layers in result.layers[b.index].items()
         for name, layer in layers.items()
     ]
-    done = progress("swapping", count(windows) * len(named)) if progress else None
     variants = [(b, Cast(layer)) for b, _, _, layer in named]
-    swept = sweep(model, variants, windows, protocol=protocol, progress=done)
+    swept = sweep(model, variants, windows, protocol=protocol, work=Work(progress=progress))
     costs: dict[int, dict[str, dict[str, Any]]] = {b.index: {} for b in group}
     for (b, kind, name, _), cost in zip(named, swept.costs, strict=True):
         assert cost.change is not None

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from howlinear.linear.stores import BlockStore, Split
 from howlinear.models.families import FAMILIES, Block, backbone, call_options
 from howlinear.models.offload import device_of, resident
-from howlinear.models.resuming import answering
+from howlinear.models.recording import answering
 from howlinear.profiling.passes import (
     Advance,
     Course,

@@ -19,8 +19,8 @@ from torch import nn
 
 from howlinear.linear.affine import Affine
 from howlinear.losses.perplexity import Loss
-from howlinear.losses.protocols import Batches, Protocol
-from howlinear.losses.sweeps import Cost, sweep
+from howlinear.losses.protocols import Batches, EvalProtocol
+from howlinear.losses.sweeps import SwapCost, sweep
 from howlinear.models.experts import SHARED, Expert, Mixture, mixtures, replaced
 from howlinear.models.families import blocks
 from howlinear.profiling.profiler import Profile
@@ -30,6 +30,7 @@ from howlinear.report.results import Result, extremes
 from howlinear.run.folder import RunFolder
 from howlinear.run.ranks import ALONE, Ranks
 from howlinear.run.tensors import read_map
+from howlinear.run.work import Work
 
 ESTIMATES = [
     f"{name}{end}" for name in ("delta_nll", "delta_ppl", "kl", "top1") for end in ("", "_se")
@@ -68,7 +69,7 @@ def measure_expert_swaps(
     which: str,
     *,
     report: Batches,
-    protocol: Protocol | str | None = None,
+    protocol: EvalProtocol | str | None = None,
     n_bytes: int | None = None,
     batch_size: int = 8,
     ranks: Ranks = ALONE,
@@ -80,10 +81,8 @@ def measure_expert_swaps(
     by_index = {m.block.index: m for m in mixtures(model, blocks(model))}
     pairs = [(_mixture(by_index, e), e, read_map(folder, e)[0].to(_like(model))) for e in wanted]
     variants = [(m.block, replaced(model, m, {_key(e): a})) for m, e, a in pairs]
-    count = getattr(report, "numel", lambda: 0)()
-    done = progress("swapping experts", count * len(variants) // ranks.count) if progress else None
-    how: dict[str, Any] = {"protocol": protocol, "batch_size": batch_size, "ranks": ranks}
-    swept = sweep(model, variants, report, progress=done, **how)
+    work = Work(ranks, batch_size, progress)
+    swept = sweep(model, variants, report, protocol=protocol, work=work, label="swapping experts")
     records = [_record(model, *pair, cost) for pair, cost in zip(pairs, swept.costs, strict=True)]
     base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
     settings = {"protocol": base.protocol.name, "tokens": base.tokens, "batch_size": batch_size}
@@ -127,7 +126,7 @@ def _like(model: nn.Module) -> Any:
 
 
 def _record(
-    model: nn.Module, mixture: Mixture, expert: BlockExpert, affine: Affine, cost: Cost
+    model: nn.Module, mixture: Mixture, expert: BlockExpert, affine: Affine, cost: SwapCost
 ) -> ExpertSwap:
     assert cost.change is not None
     path = mixture.shared if expert.expert == SHARED and mixture.shared else mixture.path

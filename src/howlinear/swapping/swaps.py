@@ -28,11 +28,11 @@ from howlinear.linear.affine import Affine, Map, UnitMap, solve
 from howlinear.linear.moments import Accumulator, Moments, merged
 from howlinear.linear.rows import Rows
 from howlinear.losses.perplexity import Comparison, Loss
-from howlinear.losses.protocols import Batches, Protocol, protocol_of
+from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import (
-    Cost,
     Replacement,
+    SwapCost,
     Sweep,
     Variant,
     map_errors,
@@ -50,13 +50,13 @@ from howlinear.report.results import Result, extremes
 from howlinear.run.folder import RunFolder
 from howlinear.run.ranks import ALONE, Ranks
 from howlinear.run.tensors import read_moments
+from howlinear.run.work import Work
 
 UNITS = (0, 1, 2, 4)
 SPARED = 0.03  # of the squared error; less, and two standard errors of a loss would not show it
 # how rows are weighted in a fit: all alike; without first positions; by 1/|h|; by 1/|y|^2
 WEIGHTINGS = ("none", "body", "stream", "output")
 
-NOT_RESUMED = "this family cannot be resumed mid-depth: every swap ran the whole model"
 
 Pairs = Sequence[tuple[Block, BlockProfile]]
 Progress = Callable[[str, int], Callable[[int], None]]
@@ -68,7 +68,7 @@ class Swaps(Result):
 
     blocks: list[BlockSwap]
     maps: dict[int, Affine | UnitMap]
-    costs: dict[int, Cost]  # window by window
+    costs: dict[int, SwapCost]  # window by window
     base: Loss | None  # None where the model predicts no tokens
     settings: dict[str, Any]
     signals: dict[str, float | None]  # Spearman correlation with the plain map's delta_nll
@@ -106,7 +106,7 @@ def measure_swaps(
     at: str | None = None,
     units: str | int = "auto",
     weighting: str = "none",
-    protocol: Protocol | str | None = None,
+    protocol: EvalProtocol | str | None = None,
     n_bytes: int | None = None,
     batch_size: int = 8,
     ranks: Ranks = ALONE,
@@ -127,19 +127,10 @@ def measure_swaps(
     pairs = match(model, run, at)
     shelf = Shelf(model, Path(folder), run, weighting, fit, [b for b, _ in pairs], ranks)
     how = protocol_of(report, protocol)
+    work = Work(ranks, batch_size, progress)
 
     def measured(what: str, variants: Sequence[Variant], windows: Batches) -> Sweep:
-        size = windows.numel() // ranks.count if isinstance(windows, Tensor) else 0
-        done = progress(what, size * len(variants)) if progress else None
-        return sweep(
-            model,
-            variants,
-            windows,
-            protocol=how,
-            batch_size=batch_size,
-            ranks=ranks,
-            progress=done,
-        )
+        return sweep(model, variants, windows, protocol=how, work=work, label=what)
 
     settings = {
         "protocol": how.name,
@@ -154,7 +145,7 @@ def measure_swaps(
         Readout(model)
     except ValueError as why:
         maps = {b.index: shelf.map(b, chosen[b.index]) for b, _ in pairs}
-        found = map_errors(model, [(b, maps[b.index]) for b, _ in pairs], report, ranks)
+        found = map_errors(model, [(b, maps[b.index]) for b, _ in pairs], report, work)
         return _without_perplexity(model, pairs, shelf, maps, found, settings, str(why))
     if units == "auto":
         chosen = _choose(pairs, shelf, partial(measured, "choosing units", windows=choose))
@@ -166,7 +157,7 @@ def measure_swaps(
     ]
     base = Loss(swept.base.protocol, swept.base.counts, swept.base.sums, n_bytes)
     settings |= {"tokens": base.tokens, "resumed": swept.resumed}
-    notes = [] if swept.resumed else [NOT_RESUMED]
+    notes = [swept.note] if swept.note else []
     return Swaps(records, maps, costs, base, settings, _signals(pairs, records), notes)
 
 
@@ -175,7 +166,7 @@ def _reported(
     shelf: Shelf,
     chosen: dict[int, int],
     measured: Callable[[Sequence[Variant]], Sweep],
-) -> tuple[Sweep, dict[int, dict[str, Cost]]]:
+) -> tuple[Sweep, dict[int, dict[str, SwapCost]]]:
     """Every block's baselines and its chosen map in one sweep: the costs by block and name."""
     variants: dict[tuple[int, str], Variant] = {}
     for b, _ in pairs:
@@ -184,7 +175,7 @@ def _reported(
         if best is not shelf.plain(b):
             variants[b.index, "chosen"] = (b, best)
     swept = measured(list(variants.values()))
-    by_block: dict[int, dict[str, Cost]] = {b.index: {} for b, _ in pairs}
+    by_block: dict[int, dict[str, SwapCost]] = {b.index: {} for b, _ in pairs}
     for (index, name), cost in zip(variants, swept.costs, strict=True):
         by_block[index][name] = cost
     return swept, by_block
@@ -195,7 +186,7 @@ def _without_perplexity(
     pairs: Pairs,
     shelf: Shelf,
     maps: dict[int, Affine | UnitMap],
-    found: list[Cost],
+    found: list[SwapCost],
     settings: dict[str, Any],
     why: str,
 ) -> Swaps:
@@ -407,7 +398,7 @@ def _record(
     pair: tuple[Block, BlockProfile],
     shelf: Shelf,
     fitted: Map,
-    costs: dict[str, Cost],
+    costs: dict[str, SwapCost],
 ) -> BlockSwap:
     block, profile = pair
     cost = costs.get("chosen", costs.get("plain"))
