@@ -21,9 +21,8 @@ import argparse
 import math
 import time
 
-from howlinear import load, windows
+from howlinear import builtin_text, load, windows
 from howlinear.compression.compress import Budget, compress_model
-from howlinear.models.corpus import builtin
 from howlinear.records.files import write_json
 
 
@@ -42,7 +41,7 @@ def main() -> None:
         return lambda done: None
 
     model, tokenizer = load()
-    text = builtin()
+    text = builtin_text()
     result = compress_model(
         model,
         options.run,

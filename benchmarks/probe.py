@@ -17,8 +17,7 @@ sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
 
 import argparse
 
-from howlinear import Moments, blocks, fit, load
-from howlinear.models.corpus import builtin
+from howlinear import Moments, blocks, builtin_text, fit, load
 from howlinear.models.families import depth_indices
 from howlinear.probing.bilinear import solve_products, train_products
 from howlinear.probing.ladder import climb
@@ -39,7 +38,7 @@ def main() -> None:
     every = blocks(model)
     at = [every[i] for i in depth_indices(options.blocks, len(every))]
     run = {"tokens": options.rows, "bos": "auto"}
-    cut = windows_of(builtin(), tokenizer, 512, options.rows, run, 0)
+    cut = windows_of(builtin_text(), tokenizer, 512, options.rows, run, 0)
     samples = [gather(model, at, windows) for windows in cut]
     wins = beaten = 0
     spent = {"ours": 0.0, "paper": 0.0}

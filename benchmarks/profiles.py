@@ -25,9 +25,8 @@ import time
 
 import torch
 
-from howlinear import blocks, load, profile, windows
+from howlinear import blocks, builtin_text, load, profile, windows
 from howlinear.linear.stores import BlockStore, Folds, Known
-from howlinear.models.corpus import builtin
 from howlinear.models.families import backbone
 from howlinear.models.units import sink_units
 from howlinear.profiling.passes import Hearing, Whole, pieces, primer
@@ -163,7 +162,7 @@ def main() -> None:
     parts = [args.only] if args.only else ["slope", "whole", "rivals", "memory"]
     if parts != ["memory"]:
         model, tokenizer = load()
-        ids = windows(builtin().fit, tokenizer, LENGTH, tokens=32_768)
+        ids = windows(builtin_text().fit, tokenizer, LENGTH, tokens=32_768)
         bare(model, ids[:BATCH])  # warm up
     if "slope" in parts:
         slope(model, ids, args.repeats)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import howlinear as hl
-from howlinear.models.corpus import builtin
+from howlinear import builtin_text
 from howlinear.profiling.needs import profile_cost
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
@@ -44,7 +44,7 @@ def ranked(out: Path) -> None:
     """Profile the built-in model; rank 0 writes seconds and results."""
     ranks = Ranks.start()
     model, tokenizer = hl.load()
-    ids = hl.windows(builtin().fit, tokenizer, 512, tokens=TOKENS)
+    ids = hl.windows(builtin_text().fit, tokenizer, 512, tokens=TOKENS)
     model.model(ids[:1])  # the first forward is slower
     ranks.share(None)
     began = time.perf_counter()

@@ -23,9 +23,8 @@ import time
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from howlinear import Affine, blocks, load, windows
+from howlinear import Affine, blocks, builtin_text, load, windows
 from howlinear.losses.sweeps import sweep
-from howlinear.models.corpus import builtin
 from howlinear.models.families import backbone
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     model, tokenizer = load()
-    ids = windows(builtin().report(), tokenizer, 128, tokens=options.tokens)
+    ids = windows(builtin_text().report(), tokenizer, 128, tokens=options.tokens)
     at = blocks(model)
     maps = [(b, Affine(torch.zeros(b.d_out, b.d_in), torch.zeros(b.d_out), 0)) for b in at]
     depth, n = len(at), ids.numel()

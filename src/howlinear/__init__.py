@@ -26,6 +26,10 @@ _HOME = {
     "swapped": "models.hooks",
     "load": "models.loading",
     "windows": "models.corpus",
+    "Text": "models.corpus",
+    "builtin_text": "models.corpus",
+    "text_file": "models.corpus",
+    "dataset_text": "models.corpus",
     "profile": "profiling.profiler",
     "Profile": "profiling.profiler",
     "text_loss": "losses.perplexity",
@@ -48,10 +52,13 @@ __all__ = [
     "LinearityMonitor",
     "Moments",
     "Profile",
+    "Text",
     "blocks",
+    "builtin_text",
     "compare",
     "compare_runs",
     "compress_model",
+    "dataset_text",
     "evaluate",
     "fit",
     "install_maps",
@@ -63,6 +70,7 @@ __all__ = [
     "swap_costs",
     "swapped",
     "tap",
+    "text_file",
     "text_loss",
     "windows",
 ]
@@ -75,7 +83,7 @@ if TYPE_CHECKING:
     from howlinear.losses.evaluation import evaluate
     from howlinear.losses.perplexity import compare, text_loss
     from howlinear.losses.sweeps import swap_costs
-    from howlinear.models.corpus import windows
+    from howlinear.models.corpus import Text, builtin_text, dataset_text, text_file, windows
     from howlinear.models.families import blocks
     from howlinear.models.hooks import swapped, tap
     from howlinear.models.loading import load

@@ -75,7 +75,7 @@ def text_of(
         raise ValueError("two texts: give --text-file or --dataset, not both")
     if text_file:
         return corpus.open_text(text_file)
-    return corpus.from_dataset(dataset, config, split, column) if dataset else corpus.builtin()
+    return corpus.dataset_text(dataset, config, split, column) if dataset else corpus.builtin_text()
 
 
 def texts_of(

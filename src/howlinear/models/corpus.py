@@ -1,15 +1,15 @@
 """Built-in text, a file, stdin or a dataset -> one stream of tokens -> windows.
 
-    text = builtin()                                         # or from_file(path), from_dataset(id)
-    text = builtin("python-docs")                            # other domains that every Python has
+    text = builtin_text()                                    # or text_file(path), dataset_text(id)
+    text = builtin_text("python-docs")                       # other domains that every Python has
     ids = windows(text.fit, tokenizer, 1024, tokens=default_tokens(576))       # (n, 1024)
     text.choose(), text.report()                             # read only when asked for
     text.fingerprint()                                       # sha256 of `fit`, for the record
 
-A text has three parts that never overlap: `fit` is what profiles read, `choose` is for picking
-blocks, budgets and probes, `report` is for the numbers one shows. With named splits these are
-train, valid and test. With one text, `fit` is its first 80 % of characters (the same cut for every
-tokenizer) and the last 20 % is halved between `choose` and `report`.
+A text has three parts that never overlap: profiles read `fit`; blocks, budgets and probes are
+chosen on `choose`; reported numbers are measured on `report`. With named splits these are train,
+valid and test. With one text, `fit` is its first 80 % of characters (the same cut for every
+tokenizer), `choose` and `report` are half of the last 20 % each.
 """
 
 import contextlib
@@ -39,14 +39,18 @@ SPLITS = ("train", "valid", "test")
 VALID_NAMES = ("validation", "valid", "val", "dev")
 
 # Tokens dropped at the end of a tokenised prefix. A cut changes the token it falls into and, by
-# merges, its neighbours; nearly every vocabulary tokenises words apart, so that the change travels
-# no further than a word or a run of spaces.
+# merges, its neighbours. Nearly all tokenizers split at words first, so the change ends within a
+# word or a run of spaces.
 EDGE = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A named text in three parts; `parts` says where fit, choose and report come from."""
+    """A named text in three parts that never overlap: fit on one, choose on another, report on the last.
+
+    `fit` is a string; `choose()` and `report()` read theirs when called. `parts` names the source of
+    each: splits of a dataset, or shares of one text.
+    """
 
     name: str
     fit: str = field(repr=False)
@@ -58,14 +62,16 @@ class Text:
         return hashlib.sha256(self.fit.encode()).hexdigest()
 
 
-def builtin(name: str = "wikitext") -> Text:
-    """A text that is there without the network; BUILTIN names them.
+def builtin_text(name: str = "wikitext") -> Text:
+    """A text that needs no network: "wikitext", "wikitext-rows", "python-docs" or "python-code".
 
-    "wikitext" is WikiText-2 raw, its bytes as they stand, from a package that is found and never
-    imported; "wikitext-rows" is the same words as the paper joins them. "python-docs", the language
-    reference, and "python-code", the standard library, are those of the Python that runs: their
-    fingerprints tell versions apart.
+    "wikitext" is WikiText-2 raw, byte for byte, from an installed package whose code is not run.
+    "wikitext-rows" is the same text with rows joined as in the paper. "python-docs" (the language
+    reference) and "python-code" (the standard library) are those of the running Python: their
+    fingerprints differ between versions.
     """
+    if name not in BUILTIN:
+        raise ValueError(f"no built-in text {name!r}: expected {', '.join(BUILTIN)}")
     return BUILTIN[name]()
 
 
@@ -85,13 +91,13 @@ def _wikitext() -> Text:
 def _wikitext_rows() -> Text:
     """Rows of Salesforce/wikitext joined by one more newline each: not the bytes of the raw file.
 
-    Without the package the data set itself is read, which gives the same text.
+    Without the package the dataset itself is read, which gives the same text.
     """
     try:
         raw = _wikitext()
     except ValueError as missing:
         with contextlib.suppress(ValueError):  # no `datasets`, or no network
-            return from_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
+            return dataset_text("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
         raise missing from None
 
     def later(read: Callable[[], str]) -> Callable[[], str]:
@@ -102,7 +108,7 @@ def _wikitext_rows() -> Text:
 
 
 def joined_rows(raw: str) -> str:
-    """A raw file as its data set has it, a newline between rows: lines keep theirs, blanks lose it."""
+    """A raw file as its dataset has it, rows joined by newlines: blank lines become empty rows."""
     return "\n".join(line if line.strip() else "" for line in io.StringIO(raw))
 
 
@@ -114,7 +120,7 @@ def _python_docs() -> Text:
 
 
 def _python_code() -> Text:
-    """Modules at the top of the standard library, by name; one that is not utf-8 is left out."""
+    """Top-level modules of the standard library, by name; files that are not utf-8 are left out."""
     sources = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -132,11 +138,11 @@ BUILTIN = {
 
 def open_text(source: str) -> Text:
     """A built-in text by its name, else a file; `-` is stdin."""
-    return builtin(source) if source in BUILTIN else from_file(source)
+    return builtin_text(source) if source in BUILTIN else text_file(source)
 
 
-def from_file(path: str | Path) -> Text:
-    """A utf-8 file, or stdin for `-`."""
+def text_file(path: str | Path) -> Text:
+    """A utf-8 file, or stdin for `-`, as a text."""
     name = "stdin" if str(path) == "-" else str(path)
     file = Path(path).expanduser()
     if name != "stdin" and not file.exists():
@@ -148,8 +154,10 @@ def from_file(path: str | Path) -> Text:
     try:
         text = (sys.stdin.buffer.read() if name == "stdin" else file.read_bytes()).decode()
     except UnicodeDecodeError as err:
-        told = f"{name} is not utf-8: byte 0x{err.object[err.start]:02x} at offset {err.start}"
-        raise ValueError(f"{told}; convert it, then pass it to --text-file again") from None
+        cause = f"byte 0x{err.object[err.start]:02x} at offset {err.start}"
+        raise ValueError(
+            f"{name} is not utf-8: {cause}; convert it, then pass it to --text-file again"
+        ) from None
     except OSError as err:
         raise ValueError(f"{name} cannot be read ({one_line(err)}): check --text-file") from None
     if not text.strip():
@@ -162,18 +170,18 @@ def as_lines(rows: Iterable[str]) -> str:
     return "".join(row if row.endswith("\n") else row + "\n" for row in rows)
 
 
-def from_dataset(
+def dataset_text(
     id: str,
     config: str | None = None,
     split: str = "train",
     column: str = "text",
     *,
-    join: Callable[[Iterable[str]], str] = as_lines,
+    join: Callable[[Iterable[str]], str] | None = None,
 ) -> Text:
-    """Rows of a dataset, as lines unless `join` puts them together otherwise.
+    """The rows of a Hugging Face dataset, joined to one text by `join`: one row a line by default.
 
-    With split "train", the dataset's own validation and test splits are held out (one of them alone
-    is halved). Any other split, and a dataset that has only "train", counts as one text.
+    With split "train", the dataset's validation and test splits are `choose` and `report` (halves, if
+    it has only one of them). Any other split, and a dataset with "train" only, is cut as one text.
     """
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(f"dataset {id} needs a package: run `pip install 'howlinear[data]'`")
@@ -184,9 +192,11 @@ def from_dataset(
         named = split in data  # else something like "train[:10%]"
         chosen = data[split] if named else datasets.load_dataset(id, config, split=split)
     except Exception as err:  # the hub, the builders and the file formats each have their own
-        told = f"dataset {id}, config {config}, split {split} cannot be loaded ({one_line(err)})"
-        raise ValueError(f"{told}: check --dataset, --dataset-config and --split") from err
-    read = partial(_column, id=id, column=column, join=join)
+        raise ValueError(
+            f"dataset {id}, config {config}, split {split} cannot be loaded ({one_line(err)}): "
+            "check --dataset, --dataset-config and --split"
+        ) from err
+    read = partial(_column, id=id, column=column, join=join or as_lines)
     fit = read(chosen)
     label = " ".join(part for part in (id, config) if part)
     valid = next((name for name in VALID_NAMES if name in data and split == "train"), None)
@@ -202,7 +212,7 @@ def from_dataset(
 
 
 def default_tokens(width: int) -> int:
-    """Enough rows that held-out R2 is low by at most (1 - r2) / 39."""
+    """Enough tokens that held-out R2 is at most (1 - r2) / 39 too low."""
     return max(30_000, 40 * width)
 
 
@@ -211,11 +221,11 @@ def windows(
 ) -> "torch.Tensor":
     """Non-overlapping windows (n, length) of the first `tokens` tokens of the text; all if None.
 
-    The text is one stream, tokenised without special tokens. Around each window, within `length`:
-    "auto": what the tokenizer itself puts around a text: BOS for Llama, [CLS] and [SEP] for BERT,
-    nothing for GPT-2; "always": the same, and BOS first in any case; "never": nothing. Special
-    tokens count towards `tokens`. When the text is too short, as many windows as there are, and a
-    log line. Time and memory grow with `tokens`, not with the text.
+    The text is one stream, tokenised without special tokens. `bos` adds special tokens to each
+    window, within `length`: "auto" those that the tokenizer adds to a text (BOS for Llama, [CLS] and
+    [SEP] for BERT, none for GPT-2), "always" the same and BOS in any case, "never" none. Special
+    tokens count towards `tokens`. A text that is too short gives fewer windows and a log line. Time
+    and memory grow with `tokens`, not with the text.
     """
     import torch
 
@@ -245,7 +255,7 @@ def windows(
 
 
 def first_tokens(text: str, tokenizer: Any, wanted: int | None) -> list[int]:
-    """The first `wanted` tokens of the whole text, from a prefix of it that is surely enough."""
+    """The first `wanted` tokens of the whole text, from a prefix that is long enough."""
     size = len(text) if wanted is None else 5 * (wanted + EDGE)
     while size < len(text):
         ids = _encode(text[:size], tokenizer)
@@ -259,15 +269,15 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    # Twice as fast as calling the tokenizer, which keeps offsets nobody reads. Some tokenizer.json
-    # files carry truncation to a few hundred tokens; calling the tokenizer would lift it too.
+    # Twice as fast as calling the tokenizer, which also computes offsets. Some tokenizer.json files
+    # truncate to a few hundred tokens; calling the tokenizer would lift that too.
     backend.no_truncation()
     backend.no_padding()
     return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _surroundings(tokenizer: Any, bos: str) -> tuple[list[int], list[int]]:
-    """The ids before and after each window, read off what the tokenizer does to a short text."""
+    """The special tokens before and after each window: those that the tokenizer adds to a short text."""
     if bos not in ("auto", "always", "never"):
         raise ValueError(f"unknown bos {bos}: --bos takes auto, always or never")
     if bos == "never":
@@ -290,8 +300,10 @@ def _gunzip(folder: Path, split: str) -> str:
             return text
         raise ValueError("it is empty")
     except (OSError, EOFError, ValueError) as err:
-        told = f"the built-in text's {split} split cannot be read ({one_line(err)})"
-        raise ValueError(f"{told}: run `{INSTALL_BUILTIN}` again with --force-reinstall") from err
+        raise ValueError(
+            f"the built-in text's {split} split cannot be read ({one_line(err)}): "
+            f"run `{INSTALL_BUILTIN}` again with --force-reinstall"
+        ) from err
 
 
 def _one_text(name: str, text: str) -> Text:
