@@ -26,7 +26,8 @@ import time
 import torch
 
 from howlinear import blocks, builtin_text, load, profile, windows
-from howlinear.linear.stores import BlockStore, Folds, Known
+from howlinear.linear.folds import Folds
+from howlinear.linear.stores import BlockStore, Known
 from howlinear.models.families import backbone
 from howlinear.models.units import sink_units
 from howlinear.profiling.passes import Hearing, Whole, pieces, primer

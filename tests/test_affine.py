@@ -15,18 +15,19 @@ from mpmath import mp, mpf
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
-from howlinear.linear.affine import (
+from howlinear.linear.accumulators import merged
+from howlinear.linear.moments import Moments
+from howlinear.linear.scoring import (
     Score,
+    cross_validate,
     effective_rank,
-    fit,
     input_stats,
     r2_se,
     score,
-    solve,
     spectrum,
 )
-from howlinear.linear.crossval import cross_validate
-from howlinear.linear.moments import TSQR, Moments, merged
+from howlinear.linear.solving import fit, solve
+from howlinear.linear.tsqr import TSQR
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 NIST = Path(__file__).parents[2] / "shared" / "data" / "nist_strd_linear.json"

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 import tiny
+from howlinear.linear.folds import Folds
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
-from howlinear.linear.stores import BlockStore, Folds
+from howlinear.linear.stores import BlockStore
 from howlinear.losses.sweeps import sweep
 from howlinear.models.experts import (
     SHARED,

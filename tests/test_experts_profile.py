@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
-from howlinear.linear.stores import CELL
+from howlinear.linear.folds import CELL
 from howlinear.losses.perplexity import compare
 from howlinear.models.experts import mixtures, replaced
 from howlinear.models.hooks import swapped

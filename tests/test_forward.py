@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tiny
-from howlinear.linear.stores import CELL
+from howlinear.linear.folds import CELL
 from howlinear.models import bfloat16
 from howlinear.models.families import blocks
 from howlinear.models.forward import Batch, Forward, StopForward, as_windows, run_rows

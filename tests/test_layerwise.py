@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from howlinear import blocks, profile
-from howlinear.linear.stores import CELL
+from howlinear.linear.folds import CELL
 from howlinear.models import loading
 from howlinear.models.offload import device_of, is_offloaded, resident
 from howlinear.profiling.layerwise import stack_of

@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
-from howlinear.linear.stores import CELL
+from howlinear.linear.folds import CELL
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import profile_shard, split_of
 from howlinear.run.saving import Saves

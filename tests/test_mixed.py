@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from howlinear import TSQR, Moments, fit, score
-from howlinear.linear import moments
-from howlinear.linear.moments import MIXED_TILE, _full_float32, _power_of_two
+from howlinear.linear import tiles
+from howlinear.linear.accumulators import MIXED_TILE
+from howlinear.linear.float32 import full_float32
+from howlinear.linear.moments import _power_of_two
 
 U = 2.0**-24
 BOUND = 16
@@ -42,7 +44,7 @@ def filled(x, y, weight=None, precision="mixed"):
 
 def add(m, x, y, weight=None):
     lacks = without_float64.get() and m.precision == "mixed"
-    with patch.object(moments, "_widest", lambda _: torch.float32) if lacks else nullcontext():
+    with patch.object(tiles, "widest", lambda _: torch.float32) if lacks else nullcontext():
         m.update(x, y, weight)
 
 
@@ -320,7 +322,7 @@ def test_products_are_full_float32_and_the_setting_comes_back(how, raises, clean
     LOOSE[how]()
     before, within = settings(), []
     try:
-        with _full_float32(torch.device("cpu")):
+        with full_float32(torch.device("cpu")):
             within = settings()
             assert not raises
     except AssertionError:
@@ -335,14 +337,14 @@ def test_one_thread_does_not_loosen_anothers_products(clean):
     cpu, entered, leave = torch.device("cpu"), threading.Event(), threading.Event()
 
     def first():
-        with _full_float32(cpu):
+        with full_float32(cpu):
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=first)
     thread.start()
     entered.wait(10)
-    with _full_float32(cpu):
+    with full_float32(cpu):
         leave.set()
         thread.join()
         assert torch.get_float32_matmul_precision() == "highest"

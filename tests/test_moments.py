@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from howlinear.linear.moments import PANEL, TILE, TSQR, Moments
+from howlinear.linear.accumulators import TILE
+from howlinear.linear.moments import PANEL, Moments
+from howlinear.linear.tsqr import TSQR
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 

@@ -9,7 +9,8 @@ import torch
 
 import tiny
 from howlinear import Profile, profile
-from howlinear.linear.stores import CELL, SAMPLE, Folds, RowSample, RowSplit
+from howlinear.linear.folds import CELL, Folds, RowSplit
+from howlinear.linear.row_sample import SAMPLE, RowSample
 from howlinear.models.families import blocks
 from howlinear.models.hooks import swapped
 from howlinear.run.tensors import read_moments

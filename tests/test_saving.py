@@ -16,7 +16,8 @@ import torch
 import tiny
 from command import COMMAND, inside
 from howlinear import Profile, blocks, profile
-from howlinear.linear.stores import CELL, OutNorm
+from howlinear.linear.folds import CELL
+from howlinear.linear.stores import OutNorm
 from howlinear.profiling.passes import Course
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_map, read_store, read_tensors, write_tensors

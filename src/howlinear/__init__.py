@@ -17,10 +17,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Moments": "linear.moments",
-    "TSQR": "linear.moments",
+    "TSQR": "linear.tsqr",
     "Affine": "linear.affine",
-    "fit": "linear.affine",
-    "score": "linear.affine",
+    "fit": "linear.solving",
+    "score": "linear.scoring",
     "blocks": "models.families",
     "tap": "models.hooks",
     "swapped": "models.hooks",
@@ -78,8 +78,11 @@ __all__ = [
 if TYPE_CHECKING:
     from howlinear.compression.compress import compress_model
     from howlinear.export.installing import install_maps
-    from howlinear.linear.affine import Affine, fit, score
-    from howlinear.linear.moments import TSQR, Moments
+    from howlinear.linear.affine import Affine
+    from howlinear.linear.moments import Moments
+    from howlinear.linear.scoring import score
+    from howlinear.linear.solving import fit
+    from howlinear.linear.tsqr import TSQR
     from howlinear.losses.evaluation import evaluate
     from howlinear.losses.perplexity import compare, text_loss
     from howlinear.losses.sweeps import swap_costs

@@ -24,7 +24,7 @@ from howlinear.compression.plan import Option, Step, after, descent, expected, s
 from howlinear.compression.plan import to_dict as plan_file
 from howlinear.compression.refitting import TARGETS, Shape, Workshop
 from howlinear.linear.affine import Factored, Map, UnitMap
-from howlinear.linear.joint import GROUP
+from howlinear.linear.unit_selection import GROUP
 from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout

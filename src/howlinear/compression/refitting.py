@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.affine import Factored, Map, UnitMap, solve
-from howlinear.linear.joint import Ladder, elimination, joint_map, rest_by_rank
+from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
+from howlinear.linear.solving import solve
+from howlinear.linear.unit_selection import Elimination, elimination, joint_map, unexplained_by_rank
 from howlinear.models.families import Block, backbone, call_options
 from howlinear.models.hooks import as_module, evaluating, swapped, tap
 from howlinear.models.streams import inlets
@@ -56,7 +57,9 @@ class Workshop:
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.like = next(model.parameters()).detach()
         self.weights: dict[Block, Tensor] = {}  # (n,)
-        self.ladders: dict[Block, tuple[Ladder, Ladder]] = {}  # units alone, and beside a matrix
+        self.ladders: dict[
+            Block, tuple[Elimination, Elimination]
+        ] = {}  # units alone, and beside a matrix
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
         self.direct: set[Block] = set()  # blocks whose input is the stream itself
 
@@ -77,7 +80,7 @@ class Workshop:
             d, own = block.d_in, self._learn(block, rows)
             rests = self.rests[block]
             for k, wanted in ((ranks or {}).get(block) or {}).items():
-                beyond = rest_by_rank(own, d, self.asked(block, (None, k))[0])
+                beyond = unexplained_by_rank(own, d, self.asked(block, (None, k))[0])
                 rests |= {(r, k): rests[None, k] + float(beyond[r]) for r in wanted}
             found[block] = [
                 joint_map(own, d, *self.asked(block, shape), intercept=self.intercept).to(self.like)
@@ -106,7 +109,7 @@ class Workshop:
         self.rests[block] = {
             (rank, k): rest
             for rank, ladder in zip((0, None), ladders, strict=True)
-            for k, rest in ladder.rungs.items()
+            for k, rest in ladder.unexplained.items()
         }
         return own
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.controls.gaussian import draw, symmetric_root
-from howlinear.linear.affine import Affine, score
-from howlinear.linear.crossval import cross_validate
+from howlinear.linear.affine import Affine
+from howlinear.linear.folds import Folds
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
-from howlinear.linear.stores import Folds
+from howlinear.linear.scoring import cross_validate, score
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch, run_rows
 from howlinear.records.jackknife import Sums

@@ -19,8 +19,8 @@ from howlinear.controls.feeding import InputMoments, Output, feed, input_moments
 from howlinear.controls.gaussian import expected_map, whitening
 from howlinear.controls.results import Control, estimate, mean
 from howlinear.linear.affine import Affine
+from howlinear.linear.folds import Folds, check_rows
 from howlinear.linear.moments import Moments
-from howlinear.linear.stores import Folds, check_rows
 from howlinear.models.families import Block, blocks
 from howlinear.models.hooks import as_module
 from howlinear.probing.samples import Cast

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howlinear.linear.folds import CELL
 from howlinear.linear.rows import Rows
-from howlinear.linear.stores import CELL
 from howlinear.models import bfloat16
 from howlinear.models.families import Block, backbone, blocks, call_options
 from howlinear.models.hooks import evaluating, tap

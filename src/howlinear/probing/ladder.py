@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
-from howlinear.linear.joint import joint_map
 from howlinear.linear.moments import Moments
+from howlinear.linear.unit_selection import joint_map, unit_diagonal
 from howlinear.models.families import Block
 from howlinear.models.hooks import as_module
 from howlinear.models.units import hidden_units, taken
@@ -72,10 +72,7 @@ def units_at(parameters: int, affine: Affine, one: int) -> int:
 
 def forward_selection(rows: Moments, d: int, most: int) -> list[int]:
     """Units in the order in which they lower the squared error most. O(most m (m + d_out))."""
-    S, S_y = rows.gram()
-    scale = S.diagonal().clamp_min(0).sqrt()
-    scale = torch.where(scale > 0, scale, torch.inf)
-    S, S_y = S / scale / scale[:, None], S_y / scale[:, None]
+    S, S_y = unit_diagonal(*rows.gram())
     W = _regress(S[:d, :d], torch.cat([S[:d, d:], S_y[:d]], 1))
     m = len(S) - d
     C = S[d:, d:] - S[d:, :d] @ W[:, :m]

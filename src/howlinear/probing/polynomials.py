@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
-from howlinear.linear.affine import fit as least_squares
 from howlinear.linear.moments import Moments
+from howlinear.linear.solving import fit as least_squares
 from howlinear.probing.bilinear import left_over
 from howlinear.probing.samples import CHUNK, Layer, Sample, errors, outcome, ratio, size_of
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
-from howlinear.linear.affine import fit as least_squares
 from howlinear.linear.moments import Moments
+from howlinear.linear.solving import fit as least_squares
 from howlinear.probing.bilinear import Bilinear, as_linear
 from howlinear.probing.samples import CHUNK, Layer, Sample, errors
 

@@ -16,7 +16,7 @@ from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
-from howlinear.linear.affine import score
+from howlinear.linear.scoring import score
 from howlinear.linear.stores import PARTS
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.stores import BlockStore, Split
+from howlinear.linear.folds import Split
+from howlinear.linear.stores import BlockStore
 from howlinear.models.families import FAMILIES, Block, backbone, call_options
 from howlinear.models.offload import device_of, resident
 from howlinear.models.recording import answering

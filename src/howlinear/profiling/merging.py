@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from howlinear.linear.stores import BlockStore, Folds, RowSplit, Split, name_of
+from howlinear.linear.folds import Folds, RowSplit, Split
+from howlinear.linear.stores import BlockStore, name_of
 from howlinear.profiling.profiler import Profile, check_store, twin_differences
 from howlinear.profiling.scores import measure, measure_expert
 from howlinear.records.fields import BlockExpert, BlockProfile

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from howlinear.linear.stores import Folds, check_rows
+from howlinear.linear.folds import Folds, check_rows
 from howlinear.models.families import Block, blocks
 from howlinear.models.hooks import evaluating
 from howlinear.profiling.profiler import Profile, profile

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howlinear.linear.folds import CELL, Split
 from howlinear.linear.rows import Rows
-from howlinear.linear.stores import CELL, BlockStore, Split, name_of
+from howlinear.linear.stores import BlockStore, name_of
 from howlinear.models.experts import Expert, Mixture, mixtures, tap_experts
 from howlinear.models.families import Block, backbone, call_options
 from howlinear.models.hooks import tap

@@ -23,18 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
-from howlinear.linear.stores import (
-    SOLVERS,
-    BlockStore,
-    Folds,
-    Known,
-    OutNorm,
-    RowSplit,
-    Split,
-    check_rows,
-    is_wide,
-    name_of,
-)
+from howlinear.linear.folds import Folds, RowSplit, Split, check_rows
+from howlinear.linear.stores import SOLVERS, BlockStore, Known, OutNorm, is_wide, name_of
 from howlinear.models import bfloat16
 from howlinear.models.experts import SHARED, mixtures
 from howlinear.models.families import Block, blocks
@@ -380,7 +370,7 @@ def gathered(
         # on unlike machines a tie may be broken otherwise: what the first one says holds
         sinks = course.ranks.share(sink_units(model, [b for b in group if not b.expert], run))
         known = [
-            Known(seen=False)
+            Known(has_stream=False)
             if b.expert
             else _known(model, b, sinks.get(b.index), care.get(b.index))
             for b in group
@@ -430,7 +420,7 @@ def _known(
         module = model.get_submodule(block.out_norm)
         with resident([module]):
             norm = OutNorm.of(module, block.d_out)
-    return Known(units, shares, norm, care, seen=norm is not None or block.out_norm is None)
+    return Known(units, shares, norm, care, has_stream=norm is not None or block.out_norm is None)
 
 
 def _at_first(course: Course, stores: list[BlockStore]) -> Iterator[BlockStore]:

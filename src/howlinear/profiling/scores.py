@@ -17,18 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howlinear.linear.affine import (
-    Affine,
-    Score,
-    effective_rank,
-    input_stats,
-    r2_se,
-    score,
-    solve,
-    spectrum,
-)
-from howlinear.linear.moments import Accumulator, merged
-from howlinear.linear.stores import BlockStore, Folds, OutNorm, RowSample, Split
+from howlinear.linear.accumulators import Accumulator, merged
+from howlinear.linear.affine import Affine
+from howlinear.linear.folds import Folds, Split
+from howlinear.linear.row_sample import RowSample
+from howlinear.linear.scoring import Score, effective_rank, input_stats, r2_se, score, spectrum
+from howlinear.linear.solving import solve
+from howlinear.linear.stores import BlockStore, OutNorm
 from howlinear.records.fields import BlockExpert, BlockProfile
 from howlinear.records.verdicts import kind_of, safety_of
 

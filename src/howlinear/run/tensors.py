@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from howlinear.linear.accumulators import Accumulator
 from howlinear.linear.affine import Affine
-from howlinear.linear.moments import Accumulator
 from howlinear.linear.stores import PARTS, BlockStore, Place, name_of
 from howlinear.records.fields import BlockProfile
 from howlinear.records.files import atomic
@@ -101,7 +101,7 @@ def save_moments(folder: str | Path, store: BlockStore) -> None:
 
 def fill_store(path: Path, store: BlockStore) -> None:
     """Fill a store without rows from a file."""
-    _checked(path, store.block, store.take)
+    _checked(path, store.block, store.load_state_dict)
 
 
 def read_store(folder: str | Path, block: Place, device: Any = "cpu") -> BlockStore:

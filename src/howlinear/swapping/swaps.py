@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from howlinear.linear.affine import Affine, Map, UnitMap, solve
-from howlinear.linear.moments import Accumulator, Moments, merged
+from howlinear.linear.accumulators import Accumulator, merged
+from howlinear.linear.affine import Affine, Map, UnitMap
+from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
+from howlinear.linear.solving import solve
 from howlinear.losses.perplexity import Comparison, Loss
 from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout

@@ -8,7 +8,7 @@ import torch
 
 from howlinear import Moments
 from howlinear.linear.affine import Factored, UnitMap
-from howlinear.linear.joint import elimination, joint_map, rest_by_rank
+from howlinear.linear.unit_selection import elimination, joint_map, unexplained_by_rank
 
 D, M, OUT, N = 5, 6, 4, 400
 
@@ -104,7 +104,7 @@ def test_no_matrix_of_the_same_rank_does_better(data, units, rank):
 def test_what_a_lower_rank_leaves_is_told_beforehand(data):
     x, _, y, weight, rows = data
     full = squares(joint_map(rows, D, (1,), None, Units((1,)))(x), y, weight)
-    beyond = rest_by_rank(rows, D, (1,))
+    beyond = unexplained_by_rank(rows, D, (1,))
     for rank in range(OUT):
         low = squares(joint_map(rows, D, (1,), rank, Units((1,)))(x), y, weight)
         told = full + float(beyond[rank]) * float(rows.S_yy.sum())
@@ -112,21 +112,21 @@ def test_what_a_lower_rank_leaves_is_told_beforehand(data):
 
 
 @pytest.mark.parametrize("matrix", [True, False])
-def test_rungs_are_what_the_fits_leave(data, matrix):
+def test_unexplained_shares_are_what_the_fits_leave(data, matrix):
     x, _, y, weight, rows = data
-    ladder = elimination(rows, D, matrix=matrix)
-    assert sorted(ladder.order) == list(range(M))
-    for k, rest in ladder.rungs.items():
-        units = tuple(ladder.order[:k])
+    chosen = elimination(rows, D, matrix=matrix)
+    assert sorted(chosen.order) == list(range(M))
+    for k, rest in chosen.unexplained.items():
+        units = tuple(chosen.order[:k])
         fitted = joint_map(rows, D, units, None if matrix else 0, Units(units) if k else None)
         left = squares(fitted(x), y, weight)
         assert rest * float(rows.S_yy.sum()) == pytest.approx(left, rel=1e-6)
-    assert list(ladder.rungs.values()) == sorted(ladder.rungs.values())
+    assert list(chosen.unexplained.values()) == sorted(chosen.unexplained.values())
 
 
 def test_the_unit_that_goes_first_is_the_one_least_missed(data, monkeypatch):
     """One at a time, elimination takes the very unit that trying all would take."""
-    monkeypatch.setattr("howlinear.linear.joint.GROUP", 1)
+    monkeypatch.setattr("howlinear.linear.unit_selection.GROUP", 1)
     x, h, y, weight, rows = data
     order = elimination(rows, D).order
     for k in range(M - 1, 0, -1):
@@ -144,7 +144,7 @@ def test_units_that_repeat_one_another_do_no_harm(data):
     h[:, 5] = h[:, 0]
     h[:, 4] = 0
     rows.update(torch.cat([x, h], 1), y)
-    ladder = elimination(rows, D)
-    assert sorted(ladder.order) == list(range(M))
-    assert ladder.order[-1] == 4 or ladder.order[-2] == 4  # says nothing, and goes among the first
-    assert set(ladder.order[-2:]) & {0, 5}
+    chosen = elimination(rows, D)
+    assert sorted(chosen.order) == list(range(M))
+    assert chosen.order[-1] == 4 or chosen.order[-2] == 4  # says nothing, and goes among the first
+    assert set(chosen.order[-2:]) & {0, 5}

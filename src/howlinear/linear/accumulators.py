@@ -1,0 +1,402 @@
+"""The interface of `Moments` and `TSQR`: rows in, sums that add up exactly out.
+
+    total = Moments(d_in, d_out)
+    total.update(x, y)                  # x (..., d_in), y (..., d_out)
+    total.merge(other)                  # rows of another machine or another text
+    merged([a, b, c])                   # a new accumulator with the rows of all
+
+z = [x, y] is one row, D = d_in + d_out, w its weight (1 by default), c the **shift**: the mean of
+the first batch. Rows are shifted before they are summed, and all sums are float64. Rows are kept
+as they came while they take less memory than the sums would, so that an accumulator of few rows
+(first positions, rarely used experts) stays small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from howlinear.linear.tiles import KeptRows, check_finite, mean_row, tiles, widest
+
+TILE = 2048  # rows converted to float64 at once
+MIXED_TILE = 1024  # rows of one float32 product: see `moments`
+
+A = TypeVar("A", bound="Accumulator")
+
+
+class Accumulator:
+    """Checking rows, keeping few of them as they are, merging and state.
+
+    Subclasses define how sums are allocated (`_allocate`), how rows enter them (`_absorb`), how
+    two sums add (`_combine`), how columns leave them (`_narrow_sums`) and how they are read.
+    """
+
+    #: names of the float64 tensors that make up the sums
+    _sums: tuple[str, ...] = ()
+    #: precisions in which products of rows can be made
+    _precisions: tuple[str, ...] = ("float64",)
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        shift: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        precision: str = "float64",
+    ) -> None:
+        name, known = type(self).__name__, ", ".join(self._precisions)
+        if precision not in self._precisions:
+            raise ValueError(f"{name} has no precision {precision!r}, only {known}")
+        if d_in < 1 or d_out < 1:
+            raise ValueError(
+                f"moments need at least one column on each side, got {d_in} and {d_out}"
+            )
+        self.d_in, self.d_out = d_in, d_out
+        self.device = torch.device(device)
+        #: of the products: "mixed" as soon as some of them were made in float32
+        self.precision = precision
+        self.n = 0
+        self.weight = 0.0
+        #: resolution of the rows, for the rank threshold: float32's for everything narrower
+        self.eps = float(torch.finfo(torch.float64).eps)
+        self.shift: Tensor | None = None
+        if shift is not None:
+            if shift.shape != (d_in + d_out,):
+                raise ValueError(
+                    f"shift has shape {tuple(shift.shape)}, expected ({d_in + d_out},)"
+                )
+            self.shift = shift.to(self.device, torch.float64)
+        self._kept = KeptRows()
+        self._filled = False  # do the sums exist?
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.n} rows, {self.d_in} to {self.d_out}>"
+
+    # -- adding rows ------------------------------------------------------------------------------
+
+    @property
+    def kept_rows(self) -> int:
+        """How many rows are kept as rows."""
+        return self._kept.n
+
+    def update(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """Add rows: x (..., d_in), y (..., d_out), weight (...). Nothing changes if they are refused."""
+        self._check_rows(x, y, weight)
+        rows = x.shape[:-1].numel()
+        if rows == 0:
+            return
+        x, y = x.detach(), y.detach()
+        weight = None if weight is None else weight.to(self.device, torch.float64)
+        few = not self._filled and self._kept.n + rows <= self.d_in // 2
+        if few or self.precision == "float64":  # else products are made on the device of the rows
+            x, y = x.to(self.device), y.to(self.device)
+        if few:
+            x, y = x.reshape(rows, -1), y.reshape(rows, -1)
+        if few or rows > self._tile:  # one tile is checked on entry; of several, none may enter
+            wide = widest(x.device)
+            check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=wide) for t in (x, y)))
+        if few:
+            self._kept.add(x, y, None if weight is None else weight.reshape(rows))
+        else:
+            self._fill()
+            self._absorb(x, y, weight)
+        self.n += rows
+        self.weight += float(rows if weight is None else weight.sum())
+        self.eps = max(self.eps, _resolution(x.dtype), _resolution(y.dtype), self._blur())
+
+    def _check_rows(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        if x.shape[-1:] != (self.d_in,) or y.shape[-1:] != (self.d_out,):
+            raise ValueError(
+                f"rows have widths {tuple(x.shape[-1:])} and {tuple(y.shape[-1:])}, "
+                f"expected ({self.d_in},) and ({self.d_out},)"
+            )
+        if x.shape[:-1] != y.shape[:-1]:
+            raise ValueError(f"x has rows {tuple(x.shape[:-1])} but y has {tuple(y.shape[:-1])}")
+        if not (x.is_floating_point() and y.is_floating_point()):
+            raise ValueError(f"rows must be floating point, got {x.dtype} and {y.dtype}")
+        if weight is None:
+            return
+        if weight.shape != x.shape[:-1]:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, expected {tuple(x.shape[:-1])}"
+            )
+        if not bool(((weight >= 0) & weight.isfinite()).all()):
+            raise ValueError("weights must be finite and not negative")
+
+    def merge(self, other: Self) -> Self:
+        """Add another accumulator's rows to this one. Exact up to float64 rounding, in any order.
+
+        The result is mixed if one of the two is.
+        """
+        if type(other) is not type(self) or (other.d_in, other.d_out) != (self.d_in, self.d_out):
+            raise ValueError(
+                f"cannot merge {type(other).__name__}({other.d_in}, {other.d_out}) "
+                f"into {type(self).__name__}({self.d_in}, {self.d_out})"
+            )
+        if other is self:
+            other = self.copy()
+        if other.n == 0:
+            return self
+        if not other._filled:
+            self.update(*other._kept.rows())
+            return self
+        if self.shift is None and not self._kept.n:
+            self.shift = other.shift
+        self._fill()
+        if other.precision == "mixed":
+            self.precision = "mixed"
+        assert self.shift is not None
+        assert other.shift is not None
+        self._combine(other, other.shift - self.shift)  # z - c = (z - c') + (c' - c)
+        self.n += other.n
+        self.weight += other.weight
+        self.eps = max(self.eps, other.eps)
+        return self
+
+    def copy(self) -> Self:
+        """A new accumulator with the same content."""
+        return self.narrow(self.d_in)
+
+    def narrow(self, d_in: int) -> Self:
+        """A new accumulator of the same rows without the columns of x from `d_in` on."""
+        if not 1 <= d_in <= self.d_in:
+            raise ValueError(f"cannot narrow {self.d_in} columns to {d_in}")
+        shift = None if self.shift is None else self._without(self.shift, d_in)
+        narrow = type(self)(
+            d_in, self.d_out, shift=shift, device=self.device, precision=self.precision
+        )
+        narrow.n, narrow.weight = self.n, self.weight
+        narrow.eps = max(self.eps, narrow._blur()) if self.n else self.eps
+        if self._kept.n:
+            x, y, weight = self._kept.rows()
+            narrow._kept.add(x[:, :d_in], y, weight)
+        if self._filled:
+            narrow._allocate()
+            narrow._filled = True
+            self._narrow_sums(narrow)
+        return narrow
+
+    def _without(self, row: Tensor, d_in: int, lead: int = 0) -> Tensor:
+        """The last dimension [lead, x, y] of `row` without the columns of x from `d_in` on."""
+        return torch.cat([row[..., : lead + d_in], row[..., lead + self.d_in :]], -1)
+
+    def _blur(self) -> float:
+        """The smallest `eps` that keeps the rounding of float32 products below the rank threshold."""
+        return math.sqrt(8 * 2.0**-24) / self.d_in if self.precision == "mixed" else 0.0
+
+    @property
+    def _tile(self) -> int:
+        return MIXED_TILE if self.precision == "mixed" else TILE
+
+    def _fill(self) -> None:
+        """Turn kept rows into sums; later rows go straight into them."""
+        if self._filled:
+            return
+        self._allocate()
+        self._filled = True
+        kept, self._kept = self._kept, KeptRows()
+        if kept.n:
+            self._absorb(*kept.rows())
+
+    def shift_for(self, x: Tensor, y: Tensor) -> Tensor:
+        """The shift, set to the mean of these rows if there is none yet."""
+        if self.shift is None:
+            self.shift = mean_row(x, y, self.device)
+        return self.shift
+
+    def _tiles(
+        self, x: Tensor, y: Tensor, weight: Tensor | None, lead: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return tiles(x, y, weight, self.shift_for(x, y), self._tile, lead)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors, enough to continue to the bit."""
+        state = {
+            "kind": torch.tensor(list(type(self).__name__.encode()), dtype=torch.uint8),
+            "shape": torch.tensor([self.d_in, self.d_out, self.n]),
+            "scalars": torch.tensor([self.weight, self.eps], dtype=torch.float64),
+        }
+        if self.shift is not None:
+            state["shift"] = self.shift
+        if self.precision != "float64":
+            state["precision"] = torch.tensor(list(self.precision.encode()), dtype=torch.uint8)
+        if self._filled and self.n:
+            state |= {name.strip("_"): getattr(self, name) for name in self._sums}
+        elif self._kept.n:
+            x, y, weight = self._kept.rows()
+            state |= {"rows_x": x, "rows_y": y}
+            if weight is not None:
+                state["rows_weight"] = weight
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a saved state, precision included, after checking every part of it."""
+        fresh = type(self)(self.d_in, self.d_out, device=self.device)
+        rest = dict(state)
+        fresh._read_header(rest)
+        if "rows_x" in rest:
+            fresh._read_rows(rest)
+        elif fresh.n:
+            fresh._read_sums(rest)
+        if rest:
+            name = type(self).__name__
+            raise ValueError(f"{name} state has unknown entries {', '.join(sorted(rest))}")
+        self.__dict__.update(fresh.__dict__)
+
+    def _read_header(self, state: dict[str, Tensor]) -> None:
+        name = type(self).__name__
+        if _text(self._take(state, "kind")) != name:
+            raise ValueError(f"the state is not that of {name}")
+        if "precision" in state:
+            self.precision = _text(state.pop("precision"))
+            if self.precision not in self._precisions:
+                raise ValueError(f"precision is none of {', '.join(self._precisions)}")
+        shape, scalars = self._take(state, "shape"), self._take(state, "scalars")
+        if shape.dtype != torch.int64 or shape.shape != (3,) or scalars.shape != (2,):
+            raise ValueError(f"{name} state has a malformed header")
+        (d_in, d_out, n), (weight, eps) = shape.tolist(), scalars.tolist()
+        if (d_in, d_out) != (self.d_in, self.d_out):
+            raise ValueError(
+                f"{name} state is for ({d_in}, {d_out}), expected ({self.d_in}, {self.d_out})"
+            )
+        if not (n >= 0 and 0 <= weight < float("inf") and 0 < eps < 1):
+            raise ValueError(f"{name} state counts {n} rows of weight {weight} at resolution {eps}")
+        if "shift" in state:
+            self.shift = _checked("shift", state.pop("shift"), (d_in + d_out,)).to(self.device)
+        self.n, self.weight = n, weight
+        self.eps = max(eps, self._blur()) if n else eps
+
+    def _read_rows(self, state: dict[str, Tensor]) -> None:
+        x, y = (
+            _checked(key, self._take(state, key), (self.n, width), exact=False).to(self.device)
+            for key, width in (("rows_x", self.d_in), ("rows_y", self.d_out))
+        )
+        weight = state.pop("rows_weight", None)
+        if weight is not None:
+            weight = _checked("rows_weight", weight, (self.n,)).to(self.device)
+        self._kept.add(x, y, weight)
+
+    def _read_sums(self, state: dict[str, Tensor]) -> None:
+        if self.shift is None:
+            raise ValueError(f"{type(self).__name__} state lacks shift")
+        self._allocate()
+        self._filled = True
+        for attribute in self._sums:
+            key, sums = attribute.strip("_"), getattr(self, attribute)
+            sums.copy_(_checked(key, self._take(state, key), tuple(sums.shape)))
+
+    def _take(self, state: dict[str, Tensor], key: str) -> Tensor:
+        if key not in state:
+            raise ValueError(f"{type(self).__name__} state lacks {key}")
+        return state.pop(key)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    @property
+    def mean_x(self) -> Tensor:
+        """(d_in,)"""
+        return self._mean()[: self.d_in]
+
+    @property
+    def mean_y(self) -> Tensor:
+        """(d_out,)"""
+        return self._mean()[self.d_in :]
+
+    @property
+    def S_xx(self) -> Tensor:
+        """(d_in, d_in) centred sums of products."""
+        return self.gram()[0]
+
+    @property
+    def S_xy(self) -> Tensor:
+        """(d_in, d_out)"""
+        return self.gram()[1]
+
+    @property
+    def S_yy(self) -> Tensor:
+        """(d_out,) the diagonal: no score needs more."""
+        raise NotImplementedError
+
+    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(S_xx, S_xy), centred; about the origin without an intercept."""
+        raise NotImplementedError
+
+    def root(self, intercept: bool = True) -> tuple[Tensor, Tensor] | None:
+        """(R_xx, R_xy) with R_xx' R_xx = S_xx and R_xx' R_xy = S_xy; None where only sums are kept."""
+        return None
+
+    def residual_squares(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """(d_out,) sums of squared residuals of y - Wx - b. O(d_in^2 d_out)."""
+        S_xx, S_xy = self.gram()
+        centred = self.S_yy + ((weight @ S_xx) * weight).sum(1) - 2 * (weight * S_xy.t()).sum(1)
+        offset = self.mean_y - weight @ self.mean_x - bias
+        return centred.clamp_min_(0) + self.weight * offset.square()
+
+    def _require_rows(self) -> Tensor:
+        """The shift, with all rows in the sums."""
+        if self.weight <= 0:
+            raise ValueError("these moments hold no rows")
+        self._fill()
+        assert self.shift is not None
+        return self.shift
+
+    # -- what subclasses define -------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many float64 numbers the sums take."""
+        raise NotImplementedError
+
+    def _mean(self) -> Tensor:
+        raise NotImplementedError
+
+    def _allocate(self) -> None:
+        raise NotImplementedError
+
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _combine(self, other: Self, delta: Tensor) -> None:
+        raise NotImplementedError
+
+    def _narrow_sums(self, narrow: Self) -> None:
+        raise NotImplementedError
+
+
+def merged(accumulators: Iterable[A], d_in: int | None = None) -> A:
+    """A new accumulator with the rows of all, without the columns of x from `d_in` on."""
+    first, *others = accumulators
+    width = first.d_in if d_in is None else d_in
+    total = first.narrow(width)
+    for other in others:
+        total.merge(other if other.d_in == width else other.narrow(width))
+    return total
+
+
+def _resolution(dtype: torch.dtype) -> float:
+    """Narrower dtypes count as float32: a block computed with the rounded values."""
+    return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
+
+
+def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], exact: bool = True) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if (tensor.dtype != torch.float64) if exact else not tensor.is_floating_point():
+        raise ValueError(f"{name} has dtype {tensor.dtype}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} holds numbers that are not finite")
+    return tensor
+
+
+def _text(name: Tensor) -> str:
+    """A short text that was saved as bytes; empty if it is none."""
+    if name.dtype != torch.uint8 or name.dim() != 1 or len(name) > 16:
+        return ""
+    return bytes(name.tolist()).decode("ascii", errors="replace")

@@ -1,0 +1,175 @@
+"""How well a map predicts rows that it was not fitted on, from their moments.
+
+    score(affine, held_out).r2                      # one accumulator
+    scores = cross_validate(groups)                 # one accumulator for each fold
+    Score.pooled(scores).r2, r2_se(scores)
+
+SS_res and SS_tot are sums of squares over the scored rows. O(d^3) each, no rows are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howlinear.linear.accumulators import Accumulator, merged
+from howlinear.linear.affine import Affine
+from howlinear.linear.solving import solve
+from howlinear.records.statistics import ratio
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Score:
+    """Sums of squares of one map on some rows. Scores of disjoint rows add, each around its own mean."""
+
+    n: int
+    weight: float
+    ss_res: Tensor  # (d_out,) sum of squared residuals
+    ss_tot: Tensor  # (d_out,) around the mean of each feature
+    ss_tot_scalar: float  # around one mean of all elements
+    ss_raw: float  # around zero
+
+    def __add__(self, other: Score) -> Score:
+        return Score(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Score)))
+
+    @classmethod
+    def pooled(cls, scores: Sequence[Score]) -> Score:
+        """The sum of scores of disjoint rows."""
+        return functools.reduce(operator.add, scores)
+
+    def __repr__(self) -> str:
+        return f"<Score on {self.n} rows: R2 {self.r2:.4f}>"
+
+    @cached_property
+    def r2(self) -> float:
+        """1 - SS_res / SS_tot, SS_tot around the mean of each feature. NaN where y is constant."""
+        return _one_minus(float(self.ss_res.sum()), float(self.ss_tot.sum()))
+
+    @property
+    def r2_scalar(self) -> float:
+        """The same around one scalar mean: counts the offsets between features as explained."""
+        return _one_minus(float(self.ss_res.sum()), self.ss_tot_scalar)
+
+    @property
+    def r2_by_feature(self) -> Tensor:
+        """(d_out,) R2 of each output feature; NaN for a feature that does not vary."""
+        nan = self.ss_tot.new_tensor(float("nan"))
+        return torch.where(self.ss_tot > 0, 1 - self.ss_res / self.ss_tot, nan)
+
+    @property
+    def r2_feature(self) -> dict[str, float]:
+        """Median and quartiles over the output features."""
+        q = torch.nanquantile(self.r2_by_feature, self.ss_tot.new_tensor([0.25, 0.5, 0.75]))
+        return {"median": float(q[1]), "q25": float(q[0]), "q75": float(q[2])}
+
+    @property
+    def rmse(self) -> float:
+        """Root mean squared residual of one element."""
+        return self.residual_norm / math.sqrt(len(self.ss_res))
+
+    @property
+    def residual_norm(self) -> float:
+        """Root mean squared norm of a row's residual."""
+        return math.sqrt(float(self.ss_res.sum()) / self.weight)
+
+    @property
+    def output_norm(self) -> float:
+        """Root mean squared norm of a row of y."""
+        return math.sqrt(self.ss_raw / self.weight)
+
+    def sums(self, part: slice = slice(None)) -> list[float]:
+        """[SS_res, SS_tot] over all features, or some of them: what folds add up."""
+        return [float(self.ss_res[part].sum()), float(self.ss_tot[part].sum())]
+
+
+def score(affine: Affine, moments: Accumulator) -> Score:
+    """Every score that needs no rows. O(d_in^2 d_out)."""
+    S_yy, mean_y, w = moments.S_yy, moments.mean_y, moments.weight
+    within = float(S_yy.sum())
+    return Score(
+        n=moments.n,
+        weight=w,
+        ss_res=moments.residual_squares(affine.weight, affine.bias),
+        ss_tot=S_yy,
+        ss_tot_scalar=within + w * float((mean_y - mean_y.mean()).square().sum()),
+        ss_raw=within + w * float(mean_y.square().sum()),
+    )
+
+
+def cross_validate(groups: Sequence[Accumulator]) -> list[Score]:
+    """The score of each group by the least-squares map of the others; groups without rows are left out."""
+    filled = [group for group in groups if group.n]
+    if len(filled) < 2:
+        raise ValueError("all rows fall into one fold: give more text (--tokens)")
+    return [
+        score(solve(merged([*filled[:i], *filled[i + 1 :]]))[0], held)
+        for i, held in enumerate(filled)
+    ]
+
+
+def r2_se(scores: Sequence[Score]) -> float:
+    """Standard error of the pooled R2 over folds. Folds share fit rows: it is an approximation."""
+    return ratio([s.sums() for s in scores])[1]
+
+
+def effective_rank(
+    affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Accumulator, *, around_fit: bool = False
+) -> int | None:
+    """Reduced-rank regression: the smallest k whose held-out R2 reaches 90 % of the full map's.
+
+    The rank-k map is U_k U_k' W with U the leading eigenvectors of W S_xx W' = Z Z' over the fit
+    rows, whose means (`mean_x`, and W mean_x + b for y) it keeps. None where R2 is not positive.
+    SS_tot is around the held-out means, or around those of the fit rows, as in the paper.
+    """
+    W = affine.weight
+    _, U = torch.linalg.eigh(Z @ Z.t())
+    U = U.flip(1)
+    mean_y = W @ mean_x + affine.bias
+    S_xx, S_xy = held_out.gram()
+    dx, dy, w = held_out.mean_x - mean_x, held_out.mean_y - mean_y, held_out.weight
+    S_xx.addr_(dx, dx, alpha=w)  # about the fit rows' means
+    S_xy.addr_(dx, dy, alpha=w)
+    P = U.t() @ W  # (d_out, d_in)
+    gain = 2 * ((P @ S_xy) * U.t()).sum(1) - ((P @ S_xx) * P).sum(1)  # by each direction
+    base = float((held_out.S_yy + w * dy.square()).sum())
+    total = base if around_fit else float(held_out.S_yy.sum())
+    r2 = 1 - (base - gain.cumsum(0)) / total  # (d_out,), of rank 1, 2, ...
+    if not float(r2[-1]) > 0:
+        return None
+    return int((r2 >= 0.9 * r2[-1]).nonzero()[0]) + 1
+
+
+def input_stats(moments: Accumulator, rank: int) -> dict[str, Any]:
+    """What the inputs look like: their condition within `rank`, participation ratio and range."""
+    S_xx, _ = moments.gram()
+    values = torch.linalg.eigvalsh(S_xx).clamp_min(0)
+    sd = S_xx.diagonal().clamp_min(0).sqrt()
+    smallest, median = float(values[-rank]) if rank else 0.0, float(sd.median())
+    squares = float(values.square().sum())
+    return {
+        "input_rank": rank,
+        "input_condition": math.sqrt(float(values[-1]) / smallest) if smallest > 0 else math.inf,
+        "input_participation": float(values.sum()) ** 2 / squares if squares > 0 else 0.0,
+        "input_range": float(sd.max()) / median if median > 0 else math.inf,
+        "input_spectrum": spectrum(values.flip(0)[:rank] / values.sum()),
+    }
+
+
+def spectrum(values: Tensor, points: int = 48) -> list[list[float]]:
+    """[k, value] of falling positive values at about `points` places evenly spread over log k."""
+    n = int((values > 0).sum())
+    steps = range(points if n > 1 else n)
+    places = sorted({round(n ** (i / (points - 1))) for i in steps})
+    return [[k, float(values[k - 1])] for k in places]
+
+
+def _one_minus(part: float, whole: float) -> float:
+    return 1 - part / whole if whole > 0 else math.nan

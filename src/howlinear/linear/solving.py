@@ -1,0 +1,151 @@
+"""The exact least-squares map of an accumulator.
+
+    affine = fit(moments)               # argmin of sum w |y - Wx - b|^2, solved, not trained
+
+Notation: W (d_out, d_in), b (d_out,), S_xx (d_in, d_in), S_xy (d_in, d_out) centred sums over rows.
+
+The columns of x are first scaled to unit variance. A Cholesky factorisation solves where that
+matrix is well conditioned; otherwise its eigenvectors do, directions below the rank threshold are
+left out, and the solution is the one of least norm in the scaled columns. The threshold is
+numpy's for `matrix_rank` with the width in place of the row count: singular values of the scaled,
+centred inputs below `d_in * eps` times the largest count as zero, eps being that of the rows'
+dtype (float32's for anything narrower). Sums of squares cannot resolve singular values below
+sqrt(d_in * 2.2e-16): that floor matters for float64 rows only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from howlinear.linear.accumulators import Accumulator
+from howlinear.linear.affine import Affine
+
+log = logging.getLogger(__name__)
+
+EPS = float(torch.finfo(torch.float64).eps)
+
+
+def fit(moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
+    """The exact least-squares map. `ridge` adds ridge * |W|^2 to the sum of squares.
+
+    O(d_in^2 (d_in / 3 + d_out)). Fewer rows than columns is refused unless there is a ridge; inputs
+    that lack rank give the least-norm map, a warning and `rank < d_in`.
+    """
+    if not (ridge >= 0 and math.isfinite(ridge)):
+        raise ValueError(f"ridge must be finite and not negative, got {ridge}")
+    columns = moments.d_in + intercept
+    if ridge == 0 and moments.n < columns:
+        raise ValueError(
+            f"{moments.n} rows cannot determine {columns} columns: at least {columns} tokens are "
+            f"needed to fit, about {40 * moments.d_in} to trust the result (--tokens)"
+        )
+    affine, _ = solve(moments, intercept=intercept, ridge=ridge)
+    if affine.rank < moments.d_in:
+        log.warning(
+            "inputs have rank %d of %d: the map of least norm is given", affine.rank, moments.d_in
+        )
+    return affine
+
+
+def solve(
+    moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0
+) -> tuple[Affine, Tensor]:
+    """(map, Z) without the checks and warnings of `fit`.
+
+    Z (d_out, rank) has Z Z' = W S_xx W', the sums of squares that the map explains; with a ridge
+    they count the penalty too. `effective_rank` reads it.
+    """
+    root = moments.root(intercept)
+    noise = input_noise(moments, intercept)
+    if root is None:
+        S_xx, S_xy = moments.gram(intercept)
+        if ridge:
+            S_xx.diagonal().add_(ridge)
+        W, rank, Z = solve_gram(S_xx, S_xy, noise, moments.eps)
+    else:
+        W, rank, Z = _solve_root(*root, noise, moments.eps, ridge)
+    bias = moments.mean_y - W @ moments.mean_x if intercept else W.new_zeros(len(W))
+    return Affine(W, bias, rank), Z
+
+
+def input_noise(moments: Accumulator, intercept: bool = True) -> Tensor:
+    """(d_in,) root of the sum of squares that rounding alone gives each centred column of x."""
+    if not intercept:
+        return torch.zeros_like(moments.mean_x)
+    return moments.eps * moments.mean_x.abs() * math.sqrt(moments.weight)
+
+
+def _scale(squares: Tensor, noise: Tensor) -> Tensor:
+    """Root of each column's sum of squares; infinite for columns that only rounding makes vary.
+
+    Dividing by infinity makes such a column zero and its coefficient too.
+    """
+    scale = squares.clamp_min(0).sqrt()
+    return torch.where(scale > noise, scale, torch.inf)
+
+
+def _floor(d: int) -> float:
+    """Singular values that float64 sums of squares can tell from zero."""
+    return math.sqrt(d * EPS)
+
+
+def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[Tensor, int, Tensor]:
+    """(W, rank, Z) from sums of squares; `eps` is the resolution of the rows."""
+    d = len(S_xx)
+    tol = max(d * eps, _floor(d))
+    scale = _scale(S_xx.diagonal(), noise)
+    C = S_xx / scale / scale[:, None]  # unit diagonal
+    B = S_xy.t().contiguous() / scale  # (d_out, d_in): solving from the right is a quarter faster
+    L, info = torch.linalg.cholesky_ex(C)
+    factored = not int(info)
+    keep = V = None
+    if not factored or _smallest(L) <= 100 * tol**2 * float(C.abs().sum(1).max()):
+        values, V = torch.linalg.eigh(C)
+        keep = values > tol**2 * values[-1]
+    if factored and (keep is None or bool(keep.all())):  # of full rank: the factor has more digits
+        Z = torch.linalg.solve_triangular(L.t(), B, upper=True, left=False)
+        return torch.linalg.solve_triangular(L, Z, upper=False, left=False) / scale, d, Z
+    assert keep is not None
+    assert V is not None
+    V, root = V[:, keep], values[keep].sqrt()
+    Z = B @ V / root
+    return (Z / root) @ V.t() / scale, int(keep.sum()), Z
+
+
+def _solve_root(
+    R: Tensor, Y: Tensor, noise: Tensor, eps: float, ridge: float
+) -> tuple[Tensor, int, Tensor]:
+    """(W, rank, Z) from factors, R'R = S_xx and R'Y = S_xy."""
+    if ridge:
+        R = torch.cat([R, math.sqrt(ridge) * torch.eye(len(R), dtype=R.dtype)])
+        Y = torch.cat([Y, Y.new_zeros(len(R) - len(Y), Y.shape[1])])
+        Q, R = torch.linalg.qr(R)
+        Y = Q.t() @ Y
+    tol = len(R) * eps
+    scale = _scale(R.square().sum(0), noise)
+    R = R / scale
+    U, s, Vh = torch.linalg.svd(R, full_matrices=False)
+    keep = s > tol * s[0]
+    rank = int(keep.sum())
+    if rank == len(s):
+        return torch.linalg.solve_triangular(R, Y, upper=True).t() / scale, rank, Y.t()
+    Z = Y.t() @ U[:, keep]
+    return (Z / s[keep]) @ Vh[keep] / scale, rank, Z
+
+
+def _smallest(L: Tensor, steps: int = 4) -> float:
+    """About the smallest eigenvalue of L L', by inverse iteration; never below it. O(d^2)."""
+    v = torch.ones(len(L), 1, dtype=L.dtype, device=L.device)
+    v[1::2] = -1  # unlikely to be orthogonal to the eigenvector
+    v += torch.linspace(0, 0.5, len(L), dtype=L.dtype, device=L.device)[:, None]
+    growth = 1.0
+    for _ in range(steps):
+        v = v / torch.linalg.vector_norm(v)
+        v = torch.linalg.solve_triangular(L, v, upper=False)
+        v = torch.linalg.solve_triangular(L.t(), v, upper=True)
+        growth = float(torch.linalg.vector_norm(v))
+    return 1 / growth
