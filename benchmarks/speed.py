@@ -21,7 +21,7 @@ import copy
 import torch
 
 from howlinear import Affine, blocks, load
-from howlinear.export.installing import install_maps
+from howlinear.export.install import install_maps
 from howlinear.losses.speed import Spread, compare_speeds
 
 

@@ -9,7 +9,7 @@ import torch
 import tiny
 from howlinear import blocks, profile, swapped
 from howlinear.compression.compress import Budget, compress_model
-from howlinear.export.installing import install_maps
+from howlinear.export.install import install_maps
 from howlinear.losses.perplexity import compare
 from howlinear.records.fields import BlockPlan
 from howlinear.swapping.swaps import measure_swaps

@@ -12,7 +12,7 @@ import howlinear
 import tiny
 from conftest import need
 from howlinear import blocks, evaluate, swapped
-from howlinear.export.installing import install_maps
+from howlinear.export.install import install_maps
 from howlinear.linear.affine import Affine
 
 TASK = """

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 import howlinear
 import tiny
 from howlinear import Affine, blocks
-from howlinear.export import checking, hf
-from howlinear.export.installing import install_maps
-from test_installing import DENSE, maps_of, output
+from howlinear.export import hf, reload
+from howlinear.export.install import install_maps
+from test_export_install import DENSE, maps_of, output
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -126,10 +126,10 @@ def test_generation_goes_on_as_before(name, tmp_path):
     settings = {"num_decoder_layers": 2} if name == "t5" else {}  # or transformers itself fails
     model = compressed(name, **settings)
     loaded, _ = load(export(model, tmp_path / "out"))
-    want, got = (checking._results(m, tiny.inputs(name)) for m in (model, loaded))
+    want, got = (reload._results(m, tiny.inputs(name)) for m in (model, loaded))
     assert want["tokens"].shape[1] == tiny.BATCH
     assert torch.equal(want["tokens"], got["tokens"])
-    checking._compare(tmp_path, want, got)
+    reload._compare(tmp_path, want, got)
 
 
 def test_an_export_can_be_saved_by_its_user_and_compressed_again(tmp_path):
@@ -202,7 +202,7 @@ def test_code_of_others_and_quantised_weights_are_refused():
 def test_shards_dtype_and_size(tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "SHARD", "4KB")
     model = compressed("llama")
-    checking.round_weights(model, torch.bfloat16)
+    reload.round_weights(model, torch.bfloat16)
     folder = export(model, tmp_path / "out", torch.bfloat16)
     files = sorted(folder.glob("model-*.safetensors"))
     assert len(files) > 2

@@ -11,7 +11,7 @@ from rich.console import Console
 import tiny
 from howlinear import Affine, blocks
 from howlinear.cli.tables.bench import show_bench
-from howlinear.export.installing import install_maps
+from howlinear.export.install import install_maps
 from howlinear.losses import speed
 from howlinear.losses.speed import (
     Speed,

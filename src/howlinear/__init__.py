@@ -38,7 +38,7 @@ _HOME = {
     "swap_costs": "losses.sweeps",
     "probe": "probing.probes",
     "compress_model": "compression.compress",
-    "install_maps": "export.installing",
+    "install_maps": "export.install",
     "compare_runs": "profiling.comparing",
     "merge_runs": "profiling.merging",
     "LinearityMonitor": "profiling.monitor",
@@ -77,7 +77,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from howlinear.compression.compress import compress_model
-    from howlinear.export.installing import install_maps
+    from howlinear.export.install import install_maps
     from howlinear.linear.affine import Affine
     from howlinear.linear.moments import Moments
     from howlinear.linear.scoring import score

@@ -92,18 +92,18 @@ def compress(
 
     from howlinear.compression import plan as plans
     from howlinear.compression.compress import compress_model
-    from howlinear.export import exports
+    from howlinear.export.write import check_exportable, check_free, write_export
     from howlinear.losses.protocols import EvalProtocol as Cut
     from howlinear.models import corpus
     from howlinear.records.files import read_json, write_json
 
     chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
     if out is not None:
-        exports.check_free(out)
+        check_free(out)
     text = run_text(run, asked, about)
     net, tokenizer = run_model(run, asked, about, device, trust_remote_code, allow_pickle)
     if not dry_run:
-        exports.check(net, export.value, add_biases)
+        check_exportable(net, export.value, add_biases)
     settings = about["settings"]
     bos, window, budgeted = settings.get("bos", "auto"), settings["window"], settings["tokens"]
     fit = corpus.windows(text.fit, tokenizer, window, tokens=budgeted, bos=bos)
@@ -139,9 +139,7 @@ def compress(
     )
     if out is not None and not dry_run:
         say(f"writing {out}")
-        exports.write_export(
-            net, tokenizer, result, out, export.value, asked["model"], report, add_biases
-        )
+        write_export(net, tokenizer, result, out, export.value, asked["model"], report, add_biases)
     write_json(run / "plan.json", result.plan_dict())
     write_json(run / "compress.json", result.to_dict())
     where = run / "compress.json" if out is None or dry_run else out

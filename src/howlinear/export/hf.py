@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.export import linear_blocks
-from howlinear.export.folders import settings, write_generation, write_json
+from howlinear.export.folder import settings, write_generation, write_json
 from howlinear.models.families import backbone
 
 MODULE = "modeling_howlinear"

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.export.folders import write_generation
+from howlinear.export.folder import write_generation
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import Block, blocks, projection_shape
 from howlinear.models.hooks import Chain

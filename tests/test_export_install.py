@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from howlinear import Affine, blocks, swapped
-from howlinear.export.installing import install_maps
+from howlinear.export.install import install_maps
 from howlinear.linear.affine import Factored, UnitMap
 from howlinear.models.families import backbone
 from howlinear.models.units import taken

@@ -9,7 +9,7 @@ import tiny
 from howlinear import Affine, blocks, load, swapped
 from howlinear.compression.compress import Compression
 from howlinear.compression.plan import from_dict
-from howlinear.export import exports
+from howlinear.export import write as export_write
 from howlinear.export.nemotron_nas import read_back
 from howlinear.linear.affine import Factored
 from howlinear.losses.perplexity import compare, text_loss
@@ -59,7 +59,7 @@ def made(name, dtype=torch.bfloat16, **settings):
 
 
 def write(model, result, out, kind, **options):
-    exports.write_export(model, None, result, out, kind, "org/name", REPORT, **options)
+    export_write.write_export(model, None, result, out, kind, "org/name", REPORT, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def _no_network(monkeypatch):
 def unverified(monkeypatch):
     """What the new process would be asked; it takes seconds to start."""
     asked = []
-    monkeypatch.setattr(exports, "verify", lambda *given: asked.append(given))
+    monkeypatch.setattr(export_write, "verify", lambda *given: asked.append(given))
     return asked
 
 
@@ -175,7 +175,7 @@ def test_an_interrupt_leaves_nothing(moment, tmp_path, monkeypatch):
 
     model = made("llama")
     result = compression(model, maps_of(model))
-    monkeypatch.setattr(exports, moment, interrupted)
+    monkeypatch.setattr(export_write, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(model, result, tmp_path / "out", "hf")
     assert list(tmp_path.iterdir()) == []
@@ -195,7 +195,7 @@ def test_a_refusal_writes_nothing_and_leaves_the_model(kind, tmp_path):
     before = {n: t.clone() for n, t in model.state_dict().items()}
     result = compression(model, maps_of(model))
     with pytest.raises(ValueError, match=why):
-        exports.check(model, kind)
+        export_write.check_exportable(model, kind)
     with pytest.raises(ValueError, match=why):
         write(model, result, tmp_path / "out", kind)
     assert list(tmp_path.iterdir()) == []
@@ -204,24 +204,24 @@ def test_a_refusal_writes_nothing_and_leaves_the_model(kind, tmp_path):
 
 
 def test_each_kind_is_checked_by_its_own_rules():
-    exports.check(made("qwen2"), "hf")
-    exports.check(made("gpt2"), "narrow")
-    exports.check(made("llama"), "narrow", add_biases=True)
-    exports.check(made("llama", **SIZES), "nemotron-nas")
+    export_write.check_exportable(made("qwen2"), "hf")
+    export_write.check_exportable(made("gpt2"), "narrow")
+    export_write.check_exportable(made("llama"), "narrow", add_biases=True)
+    export_write.check_exportable(made("llama", **SIZES), "nemotron-nas")
 
 
 def test_other_windows_than_those_of_the_change_are_refused(tmp_path):
     model = made("llama")
     result = compression(model, maps_of(model))
     with pytest.raises(ValueError, match="not those that the change was measured on"):
-        exports.write_export(model, None, result, tmp_path / "out", "hf", "x/y", REPORT[:3])
+        export_write.write_export(model, None, result, tmp_path / "out", "hf", "x/y", REPORT[:3])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "mine").write_text("x")
     with pytest.raises(ValueError, match="is not empty"):
-        exports.check_free(tmp_path)
+        export_write.check_free(tmp_path)
 
 
 def test_nothing_is_printed(tmp_path, unverified, capfd):

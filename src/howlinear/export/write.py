@@ -1,7 +1,7 @@
 """A compression -> a folder that loads, measured as it is stored and checked by loading it.
 
     check_free("out")                                   # before hours of work
-    check(model, "hf")
+    check_exportable(model, "hf")
     result = compress_model(model, ...)
     write_export(model, tokenizer, result, "out", "hf", "org/name", report)
     result.exported["perplexity"]
@@ -24,22 +24,22 @@ from torch import Tensor, nn
 
 from howlinear.compression.compress import Compression
 from howlinear.export import hf, narrow, nemotron_nas
-from howlinear.export.checking import round_weights, stored_as, verify, weight_files
-from howlinear.export.folders import add_files, card, check_free, markdown, new_folder, origin
-from howlinear.export.installing import install_maps
+from howlinear.export.folder import add_files, card, check_free, markdown, new_folder, origin
+from howlinear.export.install import install_maps
 from howlinear.export.linear_blocks import LinearMLP
+from howlinear.export.reload import round_weights, stored_as, verify, weight_files
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
 from howlinear.models.families import Block, blocks
 from howlinear.models.loading import quiet
 from howlinear.records import files
 
-__all__ = ["KINDS", "check", "check_free", "write_export"]
+__all__ = ["KINDS", "check_exportable", "check_free", "write_export"]
 
 WINDOWS, LENGTH = 2, 32  # of text that the loaded model is tried on
 
 
-def check(model: nn.Module, kind: str, add_biases: bool = False) -> None:
+def check_exportable(model: nn.Module, kind: str, add_biases: bool = False) -> None:
     """Refuse, before any work, a model that this kind of export cannot hold."""
     if kind == "narrow":
         narrow.check_exportable(model, add_biases=add_biases)

