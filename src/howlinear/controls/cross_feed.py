@@ -23,7 +23,7 @@ from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
 from howlinear.models.hooks import as_module
 from howlinear.probing.samples import Cast
-from howlinear.records.jackknife import Sums
+from howlinear.records.statistics import Sums
 from howlinear.run.work import Work
 
 

@@ -29,7 +29,7 @@ from howlinear.linear.rows import Rows
 from howlinear.linear.scoring import cross_validate, score
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch, run_rows
-from howlinear.records.jackknife import Sums
+from howlinear.records.statistics import Sums
 from howlinear.run.work import Work
 
 GAUSSIAN_ROWS = 4096  # drawn at a time

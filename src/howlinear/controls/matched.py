@@ -24,8 +24,7 @@ from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
 from howlinear.models.hooks import as_module
 from howlinear.probing.samples import Cast
-from howlinear.records.jackknife import Sums, r2s
-from howlinear.records.statistics import pearson
+from howlinear.records.statistics import Sums, pearson, r2s
 from howlinear.run.work import Work
 
 SCALES = (0.5, 2.0, 4.0)

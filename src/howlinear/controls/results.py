@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from howlinear.records.jackknife import Sums, jackknife
+from howlinear.records.statistics import Sums, jackknife
 from howlinear.report.results import Result
 
 

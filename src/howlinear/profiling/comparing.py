@@ -20,7 +20,7 @@ from howlinear.linear.scoring import score
 from howlinear.linear.stores import PARTS
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
-from howlinear.records.jackknife import alike, jackknife, r2s, same_windows, sums_of
+from howlinear.records.statistics import agreement, fold_sums, jackknife, r2s, same_windows
 from howlinear.records.words import short_names, signed
 from howlinear.report.results import Result
 from howlinear.run.tensors import read_moments
@@ -98,11 +98,11 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
             continue
         if [b.index for b in profiles[i].blocks] != [b.index for b in profiles[j].blocks]:
             notes.append(f"{names[i]} and {names[j]} hold blocks of different depths")
-        sums = [sums_of(profiles[k].blocks) for k in (i, j)]
+        sums = [fold_sums(profiles[k].blocks) for k in (i, j)]
         paired = same_windows(
             *({**p.about, "settings": p.settings} for p in (profiles[i], profiles[j]))
         )
-        found = alike(*sums, paired=paired)
+        found = agreement(*sums, paired=paired)
         found["largest_shift_at"] = profiles[i].blocks[found["largest_shift_at"]].index
         pairs.append({"a": names[i], "b": names[j], **found})
     crossed = []

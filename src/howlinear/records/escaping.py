@@ -1,10 +1,10 @@
-"""Strings from outside (model names, module paths, tokens) as text that a terminal only shows.
+"""Strings from outside (model names, module paths, tokens) as text that is safe to print.
 
-    escaped("a\\x1b[31m b\\u202e")     # a backslash and a code for what is not printable
+    escaped("a\\x1b[31m b\\u202e")     # characters that are not printable become codes
     spelled("Δppl ± se", "ascii")    # dppl +- se
 
-`escaped` leaves no control character, no line break and no code that turns the direction of writing.
-`spelled` is for terminals and files that do not hold our signs.
+`escaped` leaves no control character, no line break and no character that changes the direction of
+writing. `spelled` is for terminals and files whose encoding lacks some characters.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ SPELLING |= dict.fromkeys("▌▋▊▉█", "#") | dict.fromkeys("▏▎▍", "
 
 
 def escaped(text: object) -> str:
-    """The same text on one line, with a code in place of each character that is not printable."""
+    """The text on one line, with a code in place of each character that is not printable."""
     return "".join(c if c.isprintable() else _code(c) for c in str(text))
 
 
 def spelled(text: str, encoding: str) -> str:
-    """The same text in signs that an encoding holds."""
+    """The text in characters that an encoding has."""
     if _holds(text, encoding):
         return text
     return "".join(c if _holds(c, encoding) else SPELLING.get(c, _code(c)) for c in text)

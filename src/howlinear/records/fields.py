@@ -1,11 +1,9 @@
-"""Results as values: frozen dataclasses that are written to JSON and read back checked.
+"""The fields of the files in a run folder, as frozen dataclasses: one for each kind of block entry.
 
-    write_json("run/profile.json", profile.to_dict())
-    read_json("run/profile.json", kind="profile")["blocks"][3]["r2"]
+    BlockProfile.from_dict(data)        # checked; ValueError names the field
+    record.to_dict()
 
-This is the one place that names the fields of the files in a run folder. Numbers that are not
-finite become null. Files are written under a temporary name and renamed, so that a reader sees
-the old file or the new one, never half of one.
+`files` writes and reads the JSON. null stands for a float that is not finite.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from typing import Any, Self
 
-TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
+TYPES: dict[str, Any] = {  # annotation of a field -> types of its value in JSON
     "int": int,
     "float": (int, float),
     "str": str,
@@ -25,11 +23,11 @@ TYPES: dict[str, Any] = {  # what a field's annotation admits in JSON
     "dict[str, float]": dict,
     "dict[str, Any]": dict,
 }
-LARGEST = 1e100  # nothing that is measured comes near; squares of what is beyond overflow
+LARGEST = 1e100  # far above every measurement; squares of larger numbers overflow
 COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
 
 
-class _Record:
+class Record:
     """One block's fields, to and from JSON."""
 
     @classmethod
@@ -37,8 +35,10 @@ class _Record:
         every: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
         if missing := [f.name for f in every if f.default is MISSING and f.name not in data]:
             raise ValueError(f"a block lacks {', '.join(missing)}")
-        given = [f for f in every if f.name in data]  # an older file may lack what has a default
-        for f in given:
+        present = [
+            f for f in every if f.name in data
+        ]  # an older file may lack fields with defaults
+        for f in present:
             value, types = data[f.name], str(f.type).split(" | ")
             if not any(_admits(t, value) for t in types) and not (
                 value is None and "float" in types
@@ -46,14 +46,14 @@ class _Record:
                 raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
             if f.name in COUNTS and value is not None and value < 0:
                 raise ValueError(f"a block's {f.name} is {value}, expected a count")
-        return cls(**{f.name: data[f.name] for f in given})
+        return cls(**{f.name: data[f.name] for f in present})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]
 
 
 def _admits(annotation: str, value: Any) -> bool:
-    """Does a field of this type hold this? null stands for NaN in a float's place."""
+    """May a field with this annotation have this value?"""
     if isinstance(value, bool) or not isinstance(value, TYPES[annotation]):
         return False
     if isinstance(value, int | float):
@@ -70,7 +70,7 @@ def _admits(annotation: str, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class BlockProfile(_Record):
+class BlockProfile(Record):
     """How linear one block is. Every field is defined in docs/fields.md."""
 
     index: int
@@ -109,8 +109,8 @@ class BlockProfile(_Record):
 
 
 @dataclass(frozen=True)
-class BlockExpert(_Record):
-    """How linear one expert of a mixture is, on the tokens that it was given."""
+class BlockExpert(Record):
+    """How linear one expert of a mixture is, on the tokens that were routed to it."""
 
     index: int
     expert: str
@@ -135,7 +135,7 @@ class BlockExpert(_Record):
 
 
 @dataclass(frozen=True)
-class BlockSwap(_Record):
+class BlockSwap(Record):
     """What replacing one block by its map costs. Every field is defined in docs/fields.md."""
 
     index: int
@@ -165,7 +165,7 @@ class BlockSwap(_Record):
 
 
 @dataclass(frozen=True)
-class ExpertSwap(_Record):
+class ExpertSwap(Record):
     """What replacing one expert of a mixture by its map costs."""
 
     index: int
@@ -185,8 +185,8 @@ class ExpertSwap(_Record):
 
 
 @dataclass(frozen=True)
-class BlockProbe(_Record):
-    """What one block's map leaves is made of, by kind of probe. Fields are in docs/fields.md."""
+class BlockProbe(Record):
+    """The residual of one block's map, by kind of probe. Fields are in docs/fields.md."""
 
     index: int
     path: str
@@ -206,8 +206,8 @@ class BlockProbe(_Record):
 
 
 @dataclass(frozen=True)
-class BlockPlan(_Record):
-    """What becomes of one block. Fields are in docs/fields.md."""
+class BlockPlan(Record):
+    """The planned replacement of one block. Fields are in docs/fields.md."""
 
     index: int
     path: str
@@ -216,8 +216,8 @@ class BlockPlan(_Record):
 
 
 @dataclass(frozen=True)
-class BlockCompression(_Record):
-    """What became of one block. Fields are in docs/fields.md."""
+class BlockCompression(Record):
+    """The replacement of one block in a compressed model. Fields are in docs/fields.md."""
 
     index: int
     path: str
@@ -229,7 +229,7 @@ class BlockCompression(_Record):
     kl_alone: float | None
 
 
-#: what a monitor keeps of a block's profile
+#: fields of a block's profile that a monitor keeps
 MONITORED = (
     "index",
     "r2",

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from howlinear.records.fields import _Record
+from howlinear.records.fields import Record
 
 SCHEMA = 1
-MAX_JSON = 64 * 2**20  # bytes; a larger file is not one of ours
+MAX_JSON = 64 * 2**20  # bytes; howlinear writes no larger file
 
 
 def clean(value: Any) -> Any:
-    """The same value with numbers that JSON cannot hold as null."""
+    """The same value with null in place of numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -45,12 +45,10 @@ def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
 
 
 def read_json(path: str | Path, kind: str) -> dict[str, Any]:
-    """A file that this package wrote, checked for kind and schema; ValueError in one line otherwise."""
+    """A file that howlinear wrote, checked for kind and schema; ValueError in one line otherwise."""
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise ValueError(f"{path} is larger than any file of ours ({MAX_JSON} bytes)")
-        data = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
+        data = _parsed(_text(path))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: is {path.parent} a run folder?") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
@@ -60,12 +58,12 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
     if data.get("schema") != SCHEMA:
         raise ValueError(
             f"{path} has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
-            f"make it anew or install the howlinear that wrote it"
+            f"write it again or install the howlinear that wrote it"
         )
     return data
 
 
-R = TypeVar("R", bound=_Record)
+R = TypeVar("R", bound=Record)
 
 
 def blocks_of(path: str | Path, data: Mapping[str, Any], record: type[R]) -> list[R]:
@@ -83,10 +81,7 @@ def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]
     """The header and the rows of a monitor.jsonl; ValueError in one line if it is not one."""
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise ValueError(f"{path} is larger than any file of ours ({MAX_JSON} bytes)")
-        lines = path.read_bytes().decode("utf-8").splitlines()
-        header, *rows = (json.loads(line, parse_constant=_no_constant) for line in lines)
+        header, *rows = map(_parsed, _text(path).splitlines())
     except (OSError, ValueError, RecursionError) as err:
         raise ValueError(f"{path} is not a readable monitor file: {_one_line(err)}") from None
     known = isinstance(header, dict) and header.get("kind") == "monitor"
@@ -99,6 +94,16 @@ def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]
     return header, rows
 
 
+def _text(path: Path) -> str:
+    if path.stat().st_size > MAX_JSON:
+        raise ValueError(f"{path} is larger than any file of howlinear ({MAX_JSON} bytes)")
+    return path.read_bytes().decode("utf-8")
+
+
+def _parsed(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_constant)
+
+
 def _no_constant(name: str) -> float:
     raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
 
@@ -109,7 +114,7 @@ def _one_line(err: Exception) -> str:
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that replaces it when the block ends well, else is removed."""
+    """A temporary file that replaces `path` if the `with` block succeeds, and is removed otherwise."""
     path = Path(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)

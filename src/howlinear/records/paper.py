@@ -1,12 +1,12 @@
 """The figures of the paper (arXiv 2606.19379), and a run's beside them.
 
-    found = reproduce_run("runs/reproduce-gpt2")     # made by `howlinear profile --protocol paper`
-    found.name, found.notes                          # which of the paper's models, how sure
-    found.blocks[3]["r2_scalar"]                     # {"ours": , "paper": , "difference": }
-    found.summary["r2_scalar"]["pearson"]
+    result = reproduce_run("runs/reproduce-gpt2")    # made by `howlinear profile --protocol paper`
+    result.name, result.notes                        # which of the paper's models, and reservations
+    result.blocks[3]["r2_scalar"]                    # {"ours": , "paper": , "difference": }
+    result.summary["r2_scalar"]["pearson"]
 
-Everything is read from the files of a run, which may come from anywhere; no model is loaded. A model
-that the paper did not measure has our numbers alone.
+Everything is read from the files of a run, which are checked; no model is loaded. A model that the
+paper did not measure has only our numbers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from howlinear.records.statistics import pearson
 
 Values = dict[int, float | None]  # by block
 
-#: what the paper reports of every block, by the names of our fields
+#: quantities that the paper reports for every block, by the names of our fields
 QUANTITIES = ("r2_scalar", "r2_feature_median", "effective_rank", "delta_ppl", "bilinear_gain")
 BLOCKS, WIDTH = 12, 768  # of all three models
-PREDICTED = 14_859  # tokens: 117 windows of 128, all but the first of each
+PREDICTED = 14_859  # scored tokens: 117 windows of 128, all but the first token of each
 CUT = "windows-128"
 RANK = 16  # of the bilinear probe
 
@@ -37,15 +37,14 @@ RANK = 16  # of the bilinear probe
 @cache
 def paper() -> dict[str, Any]:
     """The paper's figures, block by block."""
-    found: dict[str, Any] = json.loads(
-        resources.files("howlinear.records").joinpath("paper.json").read_text(encoding="utf-8")
-    )
-    return found
+    text = resources.files("howlinear.records").joinpath("paper.json").read_text(encoding="utf-8")
+    figures: dict[str, Any] = json.loads(text)
+    return figures
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A run by the paper's protocol. `name` is the paper's model that it is, None if it is none."""
+    """A run by the paper's protocol. `name` is the paper's model, None for a model it did not measure."""
 
     run: str
     name: str | None
@@ -60,10 +59,10 @@ class Reproduction:
 
     @property
     def summary(self) -> dict[str, dict[str, Any]]:
-        """How alike the columns are, for every quantity that both have."""
+        """Correlation and largest difference of the columns, for every quantity that both have."""
         if self.name is None:
             return {}
-        return {q: alike([(b["index"], b[q]) for b in self.blocks]) for q in self.measured}
+        return {q: _agreement([(b["index"], b[q]) for b in self.blocks]) for q in self.measured}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -95,22 +94,24 @@ def reproduce_run(run: str | Path) -> Reproduction:
         command = shlex.join([*again, "--protocol", "paper", "-o", f"{run}-paper"])
         raise ValueError(f"{run} does not follow the paper's protocol: run `{command}`")
     blocks = blocks_of(run / "profile.json", data, BlockProfile)
-    name, notes = which(about["model"], blocks)
+    name, notes = paper_model(about["model"], blocks)
     notes += _departures(**about)
-    found: dict[str, Values] = {
+    quantities: dict[str, Values] = {
         "r2_scalar": {b.index: b.r2_scalar for b in blocks},
         "r2_feature_median": {b.index: b.r2_feature.get("median") for b in blocks},
         "effective_rank": {b.index: b.effective_rank for b in blocks},
     }
     if costs := _swap_costs(run, notes):
-        found["delta_ppl"] = costs
+        quantities["delta_ppl"] = costs
     if gains := _gains(run, blocks, notes):
-        found["bilinear_gain"] = gains
-    return Reproduction(str(run), name, beside(blocks, found, name), notes, about)
+        quantities["bilinear_gain"] = gains
+    return Reproduction(str(run), name, _compared(blocks, quantities, name), notes, about)
 
 
-def which(model: Mapping[str, Any], blocks: list[BlockProfile]) -> tuple[str | None, list[str]]:
-    """The paper's model that this one is, and what was assumed."""
+def paper_model(
+    model: Mapping[str, Any], blocks: list[BlockProfile]
+) -> tuple[str | None, list[str]]:
+    """(name of the paper's model that this one is or None, notes on what was assumed)"""
     models, id = paper()["models"], str(model.get("id"))
     fits = all(b.d_in == WIDTH and b.index < BLOCKS for b in blocks)
     for name, known in models.items():
@@ -120,24 +121,24 @@ def which(model: Mapping[str, Any], blocks: list[BlockProfile]) -> tuple[str | N
     for name, known in models.items():
         if fits and shape == (known["family"], known["parameters"]):
             return name, [
-                f"{id} is taken for the paper's {name}, by its architecture and "
-                f"{known['parameters']:,} parameters; other weights would look the same"
+                f"{id} is taken for the paper's {name}: the same architecture and "
+                f"{known['parameters']:,} parameters; the weights are not checked"
             ]
     called = id.rstrip("/").split("/")[-1]
     if called in models:
         return None, [f"{id} has the name of the paper's {called}, but not its shape"]
-    return None, ["the paper did not measure this model: these are our numbers alone"]
+    return None, ["the paper did not measure this model: only our numbers are shown"]
 
 
-def beside(
-    blocks: list[BlockProfile], found: Mapping[str, Values], name: str | None
+def _compared(
+    blocks: list[BlockProfile], quantities: Mapping[str, Values], name: str | None
 ) -> list[dict[str, Any]]:
-    """A row a block: our values, the paper's and the differences."""
+    """One row for each block: our values, the paper's and the differences."""
     theirs = paper()["models"][name] if name else {}
     rows = []
     for b in blocks:
         row: dict[str, Any] = {"index": b.index, "path": b.path, "r2": b.r2, "r2_body": b.r2_body}
-        for quantity, values in found.items():
+        for quantity, values in quantities.items():
             ours = _number(values.get(b.index))
             known = theirs[quantity][b.index] if name else None
             difference = None if ours is None or known is None else ours - known
@@ -146,8 +147,8 @@ def beside(
     return rows
 
 
-def alike(cells: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """Correlation over the blocks that both have (three or more), and where they differ most."""
+def _agreement(cells: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Correlation over three or more blocks that both have, and the largest difference."""
     both = [(index, cell) for index, cell in cells if cell["difference"] is not None]
     if not both:
         return {"blocks": 0, "pearson": None, "largest_difference": None, "at": None}
@@ -164,11 +165,11 @@ def alike(cells: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
 def _departures(
     model: Mapping[str, Any], corpus: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
-    """What the run did otherwise than the paper, in one note."""
+    """The settings that differ from the paper's, in one note."""
     wanted = paper()
     odd = [
-        f"{settings.get(key)!s:.20} {what} instead of {right}"
-        for key, what, right in (
+        f"{settings.get(key)!s:.20} {unit} instead of {right}"
+        for key, unit, right in (
             ("tokens", "tokens", wanted["tokens"]),
             ("window", "tokens a window", wanted["window"]),
         )
@@ -186,7 +187,7 @@ def _departures(
 
 
 def _swap_costs(run: Path, notes: list[str]) -> Values:
-    """What plain least squares costs in perplexity, where that was measured in the paper's windows."""
+    """Perplexity that plain least squares adds, where it was measured in the paper's windows."""
     path = run / "swap.json"
     if not path.exists():
         return {}
@@ -196,8 +197,8 @@ def _swap_costs(run: Path, notes: list[str]) -> Values:
         notes.append(f"swap.json is left out: its protocol is not {CUT}")
         return {}
     if base.get("tokens") != PREDICTED:
-        told = f"{base.get('tokens')!s:.20} tokens, the paper's on about {PREDICTED}"
-        notes.append(f"dPPL is measured on {told} (`howlinear swap RUN --tokens {PREDICTED}`)")
+        tokens = f"{base.get('tokens')!s:.20} tokens, the paper's on about {PREDICTED}"
+        notes.append(f"dPPL is measured on {tokens} (`howlinear swap RUN --tokens {PREDICTED}`)")
     return {b.index: b.delta_ppl_plain for b in blocks_of(path, data, BlockSwap)}
 
 
@@ -207,18 +208,18 @@ def _gains(run: Path, blocks: list[BlockProfile], notes: list[str]) -> Values:
     if not path.exists():
         return {}
     probes = {b.index: b.bilinear for b in blocks_of(path, read_json(path, "probe"), BlockProbe)}
-    found: Values = {}
+    gains: Values = {}
     for b in blocks:
         probe = probes.get(b.index) or {}
         gain, r2, scalar = (_number(v) for v in (probe.get("gain"), b.r2, b.r2_scalar))
         if (probe.get("solver"), probe.get("rank")) != ("paper", RANK):
             continue
         if gain is not None and r2 is not None and scalar is not None and r2 < 1:
-            found[b.index] = gain * (1 - scalar) / (1 - r2)
-    if not found:
-        way = f"--kind bilinear --solver paper --rank {RANK}"
-        notes.append(f"probe.json is left out: it was not made by `howlinear probe RUN {way}`")
-    return found
+            gains[b.index] = gain * (1 - scalar) / (1 - r2)
+    if not gains:
+        flags = f"--kind bilinear --solver paper --rank {RANK}"
+        notes.append(f"probe.json is left out: it was not made by `howlinear probe RUN {flags}`")
+    return gains
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: four figures or so whatever their size, `-` where there is none.
+"""Numbers as text: about four digits whatever their size, `-` for a missing number.
 
 number(0.8871)            0.887
 signed(1234567.0)         +1.2e6
@@ -32,12 +32,12 @@ def signed(value: float | None, digits: int = 2) -> str:
 
 
 def perplexity(value: float | None) -> str:
-    """With two digits as long as there is room: two of them are often close."""
+    """With two decimals below 100,000: two perplexities are often close."""
     return f"{value:.2f}" if value is not None and value < 1e5 else number(value)
 
 
 def power(value: float | None, sign: str = "", digits: int = 1) -> str:
-    """4.0e3, without the zeros that a machine writes."""
+    """4.0e3, without leading zeros in the exponent."""
     if value is None or value != value:
         return "-"
     mantissa, e, exponent = f"{value:{sign}.{digits}e}".partition("e")
@@ -81,7 +81,7 @@ def size(count: float) -> str:
 
 
 def bar(share: float | None, cells: int = 10) -> str:
-    """From 0 to 1, a cell a tenth; empty below 0 and where there is no number."""
+    """A bar for a share from 0 to 1; empty below 0 and for a missing number."""
     if share is None or not share > 0:
         return ""
     whole, part = divmod(round(min(share, 1.0) * cells * 8), 8)
@@ -100,17 +100,17 @@ def ranges(indices: Iterable[int]) -> str:
 
 
 def known(values: Iterable[Any]) -> list[Any]:
-    """Those that are numbers."""
+    """The values that are numbers."""
     return [v for v in values if v is not None and v == v]
 
 
 def compact(value: float | None) -> str:
-    """Three figures, whatever the size."""
+    """Three digits, whatever the size."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.3g}"
 
 
 def percent(nats: float | None) -> str:
-    """A difference in nats a token as a change of perplexity: +3.3 %."""
+    """A difference in nats per token as a change of perplexity: +3.3 %."""
     if nats is None or not math.isfinite(nats):
         return "-"
     change = 100 * math.expm1(min(nats, 700.0))
@@ -128,14 +128,14 @@ def percent_se(nats: float | None, se: float | None) -> str:
 
 
 def finite(value: object) -> float | None:
-    """A finite number, or None for whatever else a file may hold in its place."""
+    """A finite number; None for any other value that a file may have in its place."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e100:
         return None
     return float(value)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """The shortest ends of the paths that are all different."""
     parts = [path.absolute().parts for path in paths]
     for n in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-n:]) for p in parts]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from howlinear.records.fields import BlockProfile, BlockSwap, _Record
+from howlinear.records.fields import BlockProfile, BlockSwap, Record
 from howlinear.records.files import blocks_of, clean, read_json, read_monitor, write_json
 from howlinear.records.verdicts import safety_with
 
@@ -33,7 +33,7 @@ DERIVED = ("swap", "swap-experts", "probe", "plan", "compress", "control-*")
 #: What must be the same for a model to be the run's.
 MODEL = ("family", "revision", "parameters", "weights")
 
-R = TypeVar("R", bound=_Record)
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)

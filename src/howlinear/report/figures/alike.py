@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from howlinear.records.jackknife import alike, same_windows, sums_of
+from howlinear.records.statistics import agreement, fold_sums, same_windows
 from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor
 from howlinear.report.figure import Figure, looks, short
@@ -43,7 +43,9 @@ def _comparable(a: Run, b: Run) -> bool:
 
 def _pair(canvas: Canvas, corner: Point, a: Run, b: Run) -> tuple[object, ...]:
     """One panel; its row of numbers."""
-    result = alike(sums_of(a.blocks), sums_of(b.blocks), paired=same_windows(a.about, b.about))
+    result = agreement(
+        fold_sums(a.blocks), fold_sums(b.blocks), paired=same_windows(a.about, b.about)
+    )
     r = result["pearson"]
     x, y = corner
     low = r2_floor(c.r2 for c in (*a.blocks, *b.blocks))

@@ -6,8 +6,7 @@ import random
 import pytest
 from scipy import stats
 
-from howlinear.records.jackknife import jackknife, r2s, student
-from howlinear.records.statistics import pearson
+from howlinear.records.statistics import jackknife, pearson, r2s, student
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30])
