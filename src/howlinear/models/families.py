@@ -1,20 +1,16 @@
-"""Where the feed-forward blocks of each model family live, how to listen to them, how to swap them.
+"""Where the feed-forward blocks of each model family are.
 
     for block in blocks(model):             # one Block per feed-forward network, in depth order
-        print(block.index, block.path)
-    with tap(model, receive):               # receive(block, rows), once per block and forward
-        model(input_ids, attention_mask=mask)
-    with swapped(model, {block: linear}):   # the block computes linear(x), the rest stays
-        model(input_ids)
+        print(block.index, block.path, block.d_in, block.d_out)
+    blocks(model, "3,5,9-12")               # or a regular expression on module paths
 
-A model is touched only inside a `with` and is as it was afterwards, whatever happened inside.
+`hooks` reads and replaces them. Notation, for one token: x enters the block (after the norm before
+it), y leaves it (before dropout, before an output norm, before the residual add), h is the residual
+stream after the add and before any norm that follows. A batch has B windows of L positions; n rows
+remain without the padding.
 
-Notation, for one token: x enters the block (after the norm before it), y leaves it (before dropout,
-before an output norm, before the residual add), h is the residual stream after the add and before
-any norm that follows. A batch has B windows of L positions; n rows remain without the padding.
-
-A family is one row, sometimes two, of the table FAMILIES, and one line in the tests. Families that
-the table does not know are searched by the shape of their modules, in which case h is not known.
+A family is one or two rows of the table FAMILIES and one line in the tests. In other families,
+blocks are found by the names and shapes of their modules; h is not known there.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ Replacement = Callable[[Tensor], Tensor]
 
 
 class StandIn(nn.Module):
-    """Sits where a module of a swapped block was."""
+    """In the place of a module of a swapped block."""
 
     def __init__(self, block: Block, replacement: Replacement | None, *other: nn.Module) -> None:
         super().__init__()
@@ -79,7 +75,7 @@ class StandIn(nn.Module):
         return y.clone() if self.block.copies else y
 
 
-# ------------------------------------------------------------------------------ the table
+# -- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,22 +135,22 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3"), (NORMED,)),
 }
 
-# What a layer of a family that is not in the table may call its parts.
+# Names of feed-forward modules in families that are not in the table.
 WHOLE = ("mlp", "ffn", "feed_forward", "feedforward", "DenseReluDense", "block_sparse_moe", "moe")
 PAIRS = (("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2"), ("ffn", "ffn_output"))
 ACTIVATIONS = ("activation_fn", "activation", "act", "act_fn")
 DOWNS = ("down_proj", "c_proj", "fc2", "w2", "wo", "dense_4h_to_h", "fc_out", "lin2", "linear2")
 
 
-# -------------------------------------------------------------------------- finding blocks
+# -- finding blocks -------------------------------------------------------------------------------
 
 
 def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
     """Every block in depth order, or those that `pattern` chooses.
 
     A pattern of digits, commas, dashes and blanks means depth indices ("3,5,9-12"); anything else
-    is a regular expression, searched in the blocks' paths. One that fits no block makes a block of
-    each outermost module whose whole path it matches. Chosen blocks keep their depth index.
+    is a regular expression, searched in the blocks' paths. One that matches no block makes a block
+    of each outermost module whose whole path it matches. Chosen blocks keep their depth index.
     """
     name = type(model).__name__
     known = _from_table(model) or _from_structure(model)
@@ -169,61 +165,61 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
         wanted = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"--blocks {pattern!r} is not a regular expression: {error}") from None
-    found = [b for b in known if wanted.search(b.path)] or _from_pattern(model, wanted)
-    if not found:
+    chosen = [b for b in known if wanted.search(b.path)] or _from_pattern(model, wanted)
+    if not chosen:
         like = known[0].path if known else [path for path, _ in model.named_modules()][-1]
         raise ValueError(
             f"--blocks {pattern!r} matches no block and no module's whole path in {name}, where "
             f"paths look like {like}"
         )
-    return found
+    return chosen
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """What to run to hear every block without paying for the language-model head."""
+    """The model without its language-model head: runs every block."""
     return getattr(model, "base_model", model)
 
 
 def call_options(net: nn.Module) -> dict[str, Any]:
-    """What to pass beside the inputs: nobody here reads a key-value cache."""
+    """Arguments beside the inputs: no key-value cache, which no measurement reads."""
     return {"use_cache": False} if "use_cache" in inspect.signature(net.forward).parameters else {}
 
 
 def _from_table(model: nn.Module) -> list[Block]:
     config, modules = _text_part(model)
     family = _family(config)
-    found: list[Block] = []
+    listed: list[Block] = []
     for row in FAMILIES.get(family, ()):
         if row.when and getattr(config, row.when[0]) != row.when[1]:
             continue
         ending = re.compile(r"(?:.*\.)?" + re.escape(row.layers).replace(r"\#", r"\d+"))
         for path, layer in modules:
             if ending.fullmatch(path) and _find(layer, (row.steps or (row.path,))[0]):
-                found.append(_block(model, config, path, row, len(found), family))
-    return found
+                listed.append(_block(model, config, path, row, len(listed), family))
+    return listed
 
 
 def _from_structure(model: nn.Module) -> list[Block]:
     """Every layer in a list of layers with a child that looks like a feed-forward network."""
     config, modules = _text_part(model)
     stacks = ("encoder", "decoder") if getattr(config, "is_encoder_decoder", False) else ()
-    found: list[Block] = []
+    listed: list[Block] = []
     for path, layer in modules:
-        listed = isinstance(_find(model, path.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
-        row = _look(layer) if listed else None
-        if row is None or any(path.startswith(f"{b.entry}.") for b in found):
+        in_list = isinstance(_find(model, path.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
+        row = _look(layer) if in_list else None
+        if row is None or any(path.startswith(f"{b.entry}.") for b in listed):
             continue
         row = replace(row, stack=next((part for part in path.split(".") if part in stacks), ""))
-        block = _block(model, config, path, row, len(found), "structural")
-        found.append(replace(block, stream=None))  # is the add followed by a norm? Who knows
-    return found
+        block = _block(model, config, path, row, len(listed), "structural")
+        listed.append(replace(block, stream=None))  # a norm may follow the add or not
+    return listed
 
 
 def _from_pattern(model: nn.Module, wanted: re.Pattern[str]) -> list[Block]:
     config, _ = _text_part(model)
-    found: list[Block] = []
+    listed: list[Block] = []
     for path, module in model.named_modules():
-        if not wanted.fullmatch(path) or any(path.startswith(f"{b.path}.") for b in found):
+        if not wanted.fullmatch(path) or any(path.startswith(f"{b.path}.") for b in listed):
             continue
         shapes = [shape for part in module.modules() if (shape := projection_shape(part))]
         if shapes and not isinstance(module, StandIn):
@@ -231,14 +227,14 @@ def _from_pattern(model: nn.Module, wanted: re.Pattern[str]) -> list[Block]:
         else:
             d_in, d_out, _ = _sizes(model, config, path, path)
         block = Block(
-            len(found), path, (path,), None, None, None, "", d_in, d_out, "pattern", copies=True
+            len(listed), path, (path,), None, None, None, "", d_in, d_out, "pattern", copies=True
         )
-        found.append(block)
-    return found
+        listed.append(block)
+    return listed
 
 
 def _text_part(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Module]]]:
-    """The config and the named modules of the text stack, which composite models hold inside."""
+    """The config and the named modules of the text stack: a part of a composite model."""
     config: Any = getattr(model, "config", None)
     modules = list(model.named_modules())
     if not hasattr(config, "get_text_config") or _family(config) in FAMILIES:
@@ -277,7 +273,7 @@ def _block(
 
 
 def _sizes(model: nn.Module, config: Any, entry: str, down: str) -> tuple[int, int, bool]:
-    """(d_in, d_out, is there a last projection?), from the weights where they tell."""
+    """(d_in, d_out, is there a last projection?), from the weights if possible, else from the config."""
     first, last = _find(model, entry), _find(model, down)
     if isinstance(first, StandIn):  # swapped out at the moment
         return first.block.d_in, first.block.d_out, first.block.down is not None
@@ -296,7 +292,7 @@ def _sizes(model: nn.Module, config: Any, entry: str, down: str) -> tuple[int, i
 
 
 def _look(layer: nn.Module) -> Family | None:
-    """A row for this layer of a family that the table does not know, if it has a block."""
+    """A row of the table for a layer of an unknown family, if it has a block."""
     for name in WHOLE:
         ffn = _find(layer, name)
         if isinstance(ffn, StandIn):  # swapped out at the moment
@@ -329,7 +325,7 @@ def _is_network(module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module | None) -> bool:
-    """Replaced for good, by a LinearMLP: still a block, now without hidden units of its own."""
+    """Replaced by an export's LinearMLP: a block without hidden units."""
     return hasattr(module, "linear_mlp")
 
 

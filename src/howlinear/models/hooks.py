@@ -1,4 +1,19 @@
-"""TODO"""
+"""Read blocks while a model runs (`tap`), or run it with blocks replaced (`swapped`).
+
+    with tap(model, receive):               # receive(block, rows), once per block and forward
+        model(input_ids, attention_mask=mask)
+    with swapped(model, {block: linear}):   # the block computes linear(x), the rest stays
+        model(input_ids)
+    layer = as_module(model, block)         # the block alone: y = layer(x)
+
+A model is touched only inside a `with` and is as it was afterwards, whatever happened inside. See
+`families` for the notation (x, y, h) and for where the blocks are.
+
+What this relies on, and the tests that fail when it changes (tests/test_hooks.py): torch calls pre
+hooks with keyword arguments and calls hooks with `always_call` when a forward raises; a family's layer
+calls its feed-forward modules by `__call__`, with x as first argument or as `hidden_states`; a module
+is looked up in its parent's `_modules` each time it is called, so that another one can be put there.
+"""
 
 from __future__ import annotations
 
@@ -48,28 +63,27 @@ def tap(
 ) -> Iterator[None]:
     """Call `receive(block, rows)` once per block and forward of `model` or its backbone.
 
-    `at` are the blocks to hear (default: all). `units` asks for hidden units, block index -> unit
-    numbers, or None for all of them; it may change between forwards. Padding is what the 2-D
-    attention mask of the call says; a mask of another length than a block's rows (image patches,
-    audio frames, one decoding step) leaves that block's rows alone.
+    `at` are the blocks to read (default: all). `units` adds hidden units to the rows: block index ->
+    unit numbers, or None for all units of that block; it may change between forwards. Rows leave
+    out padding, the zeros of the call's 2-D attention mask; a mask of another length than a block's
+    rows (image patches, audio frames, one decoding step) is ignored for that block.
 
-    Layers that a backward pass runs again (gradient checkpointing) are not heard again. A block
-    that runs twice in one forward (shared layers, chunked feed-forward) raises a RuntimeError; so
-    does, when the `with` ends without another error, a block that a forward left out.
+    Layers that a backward pass runs again (gradient checkpointing) are not received again. A block
+    that runs twice in one forward (shared layers, chunked feed-forward) raises a RuntimeError. So
+    does a block that did not run in some forward, when the `with` ends without another error.
     """
-    listener = _Listener(
-        model, receive, blocks(model) if at is None else at, {} if units is None else units
-    )
+    at = blocks(model) if at is None else at
+    hooks = _TapHooks(model, receive, at, {} if units is None else units)
     try:
-        listener.attach()
+        hooks.attach()
         yield
-        listener.verify()
+        hooks.verify()
     finally:
-        listener.remove()
+        hooks.remove()
 
 
-class _Listener:
-    """The hooks of one `tap` and what they have heard."""
+class _TapHooks:
+    """The hooks of one `tap`, and what they have received."""
 
     def __init__(
         self,
@@ -82,9 +96,9 @@ class _Listener:
         self.at = list(dict.fromkeys(at))
         self.handles: list[Any] = []
         self.running: nn.Module | None = None  # the model or its backbone, whichever was called
-        self.parts: dict[Block, dict[str, Tensor]] = {}  # heard so far in this forward
-        self.heard: set[Block] = set()  # complete in this forward
-        self.silent: set[Block] = set()  # left out by any forward
+        self.parts: dict[Block, dict[str, Tensor]] = {}  # of blocks not complete in this forward
+        self.complete: set[Block] = set()  # in this forward
+        self.missing: set[Block] = set()  # not run in some forward
         self.forwards = self.strays = 0
         for block in self.at:
             if block.index in units and (
@@ -99,14 +113,16 @@ class _Listener:
                 module.register_forward_hook(self.finish, always_call=True),
             ]
         for block in self.at:
-            self.listen(block, "x", "input", block.entry)
+            self.hook(block, "x", "input", block.entry)
             if block.index in self.units and block.down is not None:
-                self.listen(block, "hidden", "input", block.down)
-            self.listen(block, "y", "output", block.exit)
+                self.hook(block, "hidden", "input", block.down)
+            self.hook(block, "y", "output", block.exit)
             if block.stream is not None:
-                self.listen(block, "h", *block.stream)
+                self.hook(block, "h", *block.stream)
 
-    def listen(self, block: Block, part: str, side: str, path: str) -> None:
+    def hook(self, block: Block, part: str, side: str, path: str) -> None:
+        """Take `part` of the block's rows from the input or the output of a module."""
+
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.take(block, part, _first_input(args, kwargs))
 
@@ -126,17 +142,18 @@ class _Listener:
         self.parts.clear()
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model or its backbone begins: read its masks."""
         if self.running is not None and module is not self.model:
             return  # the backbone, inside the model
         self.running = module
         self.parts.clear()
-        self.heard.clear()
-        given, names = _by_name(module, args, kwargs)
-        kept = _unpadded(given.get("attention_mask"))
+        self.complete.clear()
+        arguments, names = _by_name(module, args, kwargs)
+        kept = _unpadded(arguments.get("attention_mask"))
         self.kept = {"": kept, "encoder": kept, "decoder": kept}  # stack -> rows that are real
         if "decoder_attention_mask" in names:
-            self.kept["decoder"] = _unpadded(given.get("decoder_attention_mask"))
-        tensors = (given.get(name) for name in ("input_ids", "inputs_embeds"))
+            self.kept["decoder"] = _unpadded(arguments.get("decoder_attention_mask"))
+        tensors = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
         self.leads = [(t.shape[0], t.shape[1]) for t in tensors if t is not None and t.ndim > 1]
 
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -144,16 +161,17 @@ class _Listener:
             return
         self.running = None
         self.parts.clear()
-        if output is not None:  # None: the forward failed, and its exception is on its way
+        if output is not None:  # None: the forward raised an exception
             self.forwards += 1
-            self.silent.update(block for block in self.at if block not in self.heard)
+            self.missing.update(block for block in self.at if block not in self.complete)
 
     def take(self, block: Block, part: str, value: Tensor) -> None:
+        """Keep a part of a block's rows; hand the rows over when they are complete."""
         if self.running is None:  # a backward pass that recomputes, or a part of the model alone
             self.strays += 1
             return
         parts = self.parts.setdefault(block, {})
-        if part in parts or block in self.heard:
+        if part in parts or block in self.complete:
             raise RuntimeError(
                 f"block {block.index} ({block.path}) ran twice in one forward: layers that share "
                 "weights and chunked feed-forward (chunk_size_feed_forward) cannot be tapped"
@@ -162,7 +180,7 @@ class _Listener:
             value = value[..., chosen.to(value.device)]
         parts[part] = (value.clone() if part == "y" and block.copies else value).detach()
         if part == ("y" if block.stream is None else "h") and {"x", "y"} <= parts.keys():
-            self.heard.add(block)
+            self.complete.add(block)
             # `receive` may run blocks itself, and may end the forward by an exception
             forward, strays, self.running = self.running, self.strays, None
             try:
@@ -186,12 +204,13 @@ class _Listener:
         return Rows(flat["x"], flat["y"], flat.get("hidden"), shape, size, keep, h)
 
     def verify(self) -> None:
+        """RuntimeError where rows are missing that the caller expects."""
         if self.strays and not self.forwards:
             raise RuntimeError(
                 f"only a part of {type(self.model).__name__} ran: under tap, run the model itself "
                 "or backbone(model), where the attention mask is seen"
             )
-        names = [f"{block.index} ({block.path})" for block in self.at if block in self.silent]
+        names = [f"{block.index} ({block.path})" for block in self.at if block in self.missing]
         if names:
             raise RuntimeError(f"a forward ran without these blocks: {', '.join(names)}")
 
@@ -199,7 +218,7 @@ class _Listener:
 def _by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Arguments by name, however they were passed, and the names there are."""
+    """Arguments by name, positional ones too, and the names that the forward takes."""
     names = list(inspect.signature(module.forward).parameters)
     return {**dict(zip(names, args, strict=False)), **kwargs}, names
 
@@ -211,16 +230,16 @@ def _unpadded(mask: Any) -> tuple[tuple[int, int], Tensor] | None:
     return (mask.shape[0], mask.shape[1]), mask.reshape(-1).nonzero()[:, 0]
 
 
-# -------------------------------------------------------------------------------- swapping
+# -- swapping -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def swapped(model: nn.Module, replacements: Mapping[Block, Replacement]) -> Iterator[None]:
     """Run `model` with blocks replaced: inside the `with`, y = replacements[block](x).
 
-    x comes as the layer passes it, (..., d_in). Residual, norms and dropout stay; the block's own
-    weights do not run. Replacements that are modules are part of the model for the time being, so
-    gradients, `parameters()` and `train()` reach them. May be nested.
+    x has the layer's shape, (..., d_in). Residual, norms and dropout stay; the block's own weights
+    do not run. Replacements that are modules are part of the model inside the `with`, so gradients,
+    `parameters()` and `train()` reach them. May be nested.
     """
     plan = [
         (path, stand_in)
@@ -258,7 +277,7 @@ class _Whole(StandIn):
         y = self.run(_first_input(args, kwargs))
         if self.block.family in FAMILIES:
             return y
-        if self.extras is None:  # a family we do not know: ask the original, once
+        if self.extras is None:  # an unknown family: run the original once to see what it returns
             with torch.no_grad():
                 output = self.other[0](*args, **kwargs)
             self.extras = len(output) - 1 if isinstance(output, tuple) else -1
@@ -266,7 +285,7 @@ class _Whole(StandIn):
 
 
 class _Catch(StandIn):
-    """In place of a split block's first module: keeps x, and lets the activation chew on it."""
+    """In place of a split block's first module: keeps x and returns it, so the activation runs on x."""
 
     x: Tensor | None = None
 
@@ -276,7 +295,7 @@ class _Catch(StandIn):
 
 
 class _Give(StandIn):
-    """In place of a split block's last module: the replacement of what _Catch kept."""
+    """In place of a split block's last module: runs the replacement on the x that _Catch kept."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         catch: Any = self.other[0]
@@ -309,7 +328,7 @@ def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, and on again afterwards where it was."""
+    """Eval mode inside (no dropout); afterwards each module is in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
