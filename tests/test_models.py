@@ -328,6 +328,29 @@ def test_loading_leaves_the_gguf_package_as_it_was(gguf_file, tmp_path):
 
 
 @needs_gguf
+def test_a_gguf_file_is_parsed_once(gguf_file, monkeypatch):
+    """Fails when transformers takes the reader or the name table from elsewhere: see parsed_once."""
+    import gguf
+
+    calls = []
+    original = gguf.GGUFReader.__init__, gguf.get_tensor_name_map
+
+    def counted(self, *args, **kwargs):
+        calls.append("reader")
+        original[0](self, *args, **kwargs)
+        calls.append(type(self.data).__name__)
+
+    def named(*args, **kwargs):
+        calls.append("names")
+        return original[1](*args, **kwargs)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", named)
+    load(str(gguf_file))
+    assert sorted(calls) == ["names", "ndarray", "reader"]
+
+
+@needs_gguf
 def test_gguf_header_agrees_with_the_gguf_package(gguf_file):
     from gguf import GGUFReader
 

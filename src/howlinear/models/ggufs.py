@@ -1,7 +1,7 @@
-"""GGUF files: their header checked before anyone allocates by it, and loaded in a third of the time.
+"""GGUF files: the header is checked before memory is allocated by it; loading takes a third of the time.
 
 header = read_header(path)              # ValueError in one line for a damaged file
-with parsed_once():                     # transformers' own loading, the same result, sooner
+with parsed_once():                     # transformers' own loading, the same result, faster
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name)
 forget_quantization(model)              # or it refuses to be saved
 """
@@ -21,7 +21,7 @@ _SCALARS = {  # value type -> struct format, as the specification numbers them
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 
-# Sizes that readers allocate by; none can exceed the largest dimension of a tensor in the file.
+# Sizes that readers allocate by. None can exceed the largest dimension of a tensor in the file.
 _SIZES = (
     "block_count", "embedding_length", "feed_forward_length", "vocab_size", "rope.dimension_count",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
@@ -32,77 +32,88 @@ _SIZES = (
 def read_header(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file (arrays as their lengths), checked against the file's size.
 
-    The gguf package trusts the file: one flipped byte in a count makes it loop or allocate without
-    end. So every count, length and extent is checked here first, in one walk of about 0.2 s.
+    The gguf package does not check: one flipped byte in a count makes it loop or allocate without
+    end. Every count, length and extent is checked here first, which takes about 0.2 s.
     """
     if missing := [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]:
-        told = f"a .gguf file needs the package {' and '.join(missing)}"
-        raise ValueError(f"{told}: run `pip install 'howlinear[gguf]'`")
+        raise ValueError(
+            f"a .gguf file needs the package {' and '.join(missing)}: "
+            "run `pip install 'howlinear[gguf]'`"
+        )
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _walk_gguf(data)
+            return _read_header(data)
     except (ValueError, LookupError, TypeError, ArithmeticError, struct.error, OSError) as err:
-        told = f"{path.name} is not a readable GGUF file ({one_line(err)})"
-        raise ValueError(f"{told}: is it complete? Download it again") from err
+        raise ValueError(
+            f"{path.name} is not a readable GGUF file ({one_line(err)}): "
+            "is it complete? Download it again"
+        ) from err
 
 
-def _walk_gguf(data: mmap.mmap) -> dict[str, Any]:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+class _Cursor:
+    """Reads values one after the other and never past the end."""
 
-    at = 4
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
 
-    def take(size: int) -> int:
-        nonlocal at
-        at += size
-        if at > len(data):
-            raise ValueError(f"it ends at byte {len(data)}, before its header says")
-        return at - size
+    def skip(self, size: int) -> int:
+        """Move on by so many bytes; where they began."""
+        self.at += size
+        if self.at > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, before its header says")
+        return self.at - size
 
-    def number(layout: str) -> Any:
-        return struct.unpack_from(layout, data, take(struct.calcsize(layout)))[0]
+    def number(self, layout: str) -> Any:
+        return struct.unpack_from(layout, self.data, self.skip(struct.calcsize(layout)))[0]
 
-    def string() -> bytes:
-        start = take(number("<Q"))
-        return data[start:at]
+    def string(self) -> str:
+        start = self.skip(self.number("<Q"))
+        return self.data[start : self.at].decode()
 
-    def value(kind: int) -> Any:
+    def value(self, kind: int) -> Any:
+        """A scalar, a string, or the length of an array."""
         if kind in _SCALARS:
-            return number(_SCALARS[kind])
+            return self.number(_SCALARS[kind])
         if kind == _STRING:
-            return string().decode()
+            return self.string()
         if kind != _ARRAY:
             raise ValueError(f"unknown value type {kind}")
-        inner, count = number("<I"), number("<Q")
+        inner, count = self.number("<I"), self.number("<Q")
         if inner in _SCALARS:
-            take(count * struct.calcsize(_SCALARS[inner]))
+            self.skip(count * struct.calcsize(_SCALARS[inner]))
         elif inner == _STRING:
             for _ in range(count):
-                take(number("<Q"))
+                self.skip(self.number("<Q"))
         else:
             raise ValueError(f"unknown array type {inner}")
         return count
 
+
+def _read_header(data: mmap.mmap) -> dict[str, Any]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     if data[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
-    if (version := number("<I")) not in (2, 3):
+    cursor = _Cursor(data)
+    cursor.skip(4)
+    if (version := cursor.number("<I")) not in (2, 3):
         raise ValueError(f"version {version}; 2 and 3 are known")
-    tensors, pairs = number("<Q"), number("<Q")
-    header = {string().decode(): value(number("<I")) for _ in range(pairs)}
+    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
+    header = {cursor.string(): cursor.value(cursor.number("<I")) for _ in range(pairs)}
     largest, end = 0, 0
     for _ in range(tensors):
-        string()
-        dims = [number("<Q") for _ in range(number("<I"))]
-        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(number("<I"))]
+        cursor.skip(cursor.number("<Q"))  # its name
+        dims = [cursor.number("<Q") for _ in range(cursor.number("<I"))]
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.number("<I"))]
         elements = functools.reduce(int.__mul__, dims, 1)
-        end = max(end, number("<Q") + elements // block * nbytes)
+        end = max(end, cursor.number("<Q") + elements // block * nbytes)
         largest = max(largest, *dims, 0)
-    align = header.get("general.alignment", 32)
-    take(-at % align + end)
+    cursor.skip(-cursor.at % header.get("general.alignment", 32) + end)
     arch = header["general.architecture"]
-    for size in _SIZES:
-        given = header.get(f"{arch}.{size}", 0)
-        if isinstance(given, int) and given > (tensors if size == "block_count" else largest):
-            raise ValueError(f"{arch}.{size} is {given}, more than its tensors have")
+    for name in _SIZES:
+        size, most = header.get(f"{arch}.{name}", 0), tensors if name == "block_count" else largest
+        if isinstance(size, int) and size > most:
+            raise ValueError(f"{arch}.{name} is {size}, more than its tensors have")
     return header
 
 
@@ -118,7 +129,7 @@ def file_type(path: Path, header: dict[str, Any] | None = None) -> str:
 
 
 def stored_dtype(path: Path, header: dict[str, Any]) -> Any:
-    """The torch dtype that holds its weights: their own, or bfloat16 where they are quantised."""
+    """The dtype that an export stores its weights in: their own, or bfloat16 where quantised."""
     import torch
 
     known = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -129,8 +140,13 @@ def stored_dtype(path: Path, header: dict[str, Any]) -> Any:
 def parsed_once() -> Iterator[None]:
     """Three times faster GGUF loading (23 s -> 7 s for the built-in model), the same result.
 
-    transformers parses the file anew for config, weights and tokenizer, through numpy's slow memmap
-    class, and builds the table of tensor names once per module: here each happens once.
+    transformers parses the file again for config, weights and tokenizer, through numpy's slow memmap
+    class, and builds the table of tensor names once per module. Inside, each happens once.
+
+    This relies on three names: transformers imports `GGUFReader` and `get_tensor_name_map` from
+    `gguf` inside its functions, so that replacing them in the package takes effect; the reader keeps
+    the file in `self.data`; the loader's progress bar is `tqdm` in its module. A name that is gone
+    is skipped: loading is slower then, not wrong. tests/test_models.py counts how often it parses.
     """
     import gguf
     import numpy as np
@@ -154,7 +170,7 @@ def parsed_once() -> Iterator[None]:
 
 
 def forget_quantization(model: Any) -> None:
-    """The weights are dense by now; a model that says it is quantised refuses to be saved."""
+    """Remove the quantisation mark: the weights are dense, and a quantised model cannot be saved."""
     for owner, name in (
         (model, "hf_quantizer"),
         (model, "is_quantized"),
@@ -166,10 +182,10 @@ def forget_quantization(model: Any) -> None:
 
 
 def complete_tokenizer(tokenizer: Any, header: dict[str, Any]) -> None:
-    """Add BOS where the file asks for one, which transformers leaves out.
+    """Add BOS where the file's metadata requires one, which transformers ignores.
 
-    Gemma's files ask for it; without it the model breaks. llama.cpp adds one to sentencepiece
-    vocabularies ("llama") that do not say.
+    Gemma requires it: its perplexity is useless without. As llama.cpp does, add it by default for
+    sentencepiece vocabularies ("llama").
     """
     wants_bos = header.get(
         "tokenizer.ggml.add_bos_token", header.get("tokenizer.ggml.model") == "llama"
@@ -179,7 +195,7 @@ def complete_tokenizer(tokenizer: Any, header: dict[str, Any]) -> None:
 
 
 def one_line(err: BaseException | str, limit: int = 300) -> str:
-    """Somebody else's error message, fit for one line."""
+    """The message of another library's error on one line of at most `limit` characters."""
     text = " ".join("".join(c if c.isprintable() else " " for c in str(err)).split())
     text = text or type(err).__name__
     return text if len(text) <= limit else text[: limit - 4] + " ..."
