@@ -22,7 +22,8 @@ import math
 import time
 
 from howlinear import builtin_text, load, windows
-from howlinear.compression.compress import Budget, compress_model
+from howlinear.compression.compress import CompressSettings, compress_model
+from howlinear.compression.plan import Budget
 from howlinear.records.files import write_json
 
 
@@ -49,7 +50,9 @@ def main() -> None:
         fit=windows(text.fit, tokenizer, 512, tokens=30_000),
         choose=windows(text.choose(), tokenizer, 128, tokens=options.tokens),
         report=windows(text.report(), tokenizer, 128, tokens=options.tokens),
-        curve=[float(s.rstrip("%")) / 100 for s in options.shares.split(",")],
+        settings=CompressSettings(
+            curve=[float(s.rstrip("%")) / 100 for s in options.shares.split(",")]
+        ),
         progress=progress,
     )
     if options.out:

@@ -8,7 +8,8 @@ import torch
 
 import tiny
 from howlinear import blocks, profile, swapped
-from howlinear.compression.compress import Budget, compress_model
+from howlinear.compression.compress import CompressSettings, compress_model
+from howlinear.compression.plan import Budget
 from howlinear.export.install import install_maps
 from howlinear.losses.perplexity import compare
 from howlinear.records.fields import BlockPlan
@@ -47,10 +48,11 @@ def run(tmp_path_factory):
     return folder
 
 
-def squeezed(run, budget=None, **options):
+def squeezed(run, budget=None, plan=None, at=None, **options):
     model = sharpened("llama")
     texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
-    return model, compress_model(model, run, budget, **texts, **options)
+    settings = CompressSettings(**options)
+    return model, compress_model(model, run, budget, **texts, plan=plan, at=at, settings=settings)
 
 
 def test_a_share_of_parameters_goes(run):

@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from howlinear import Moments, blocks, fit, swapped
-from howlinear.compression.refitting import TARGETS, Workshop
+from howlinear.compression.refitting import TARGETS, Refitter
 from howlinear.models.hooks import as_module
 from howlinear.models.streams import inlets
 from howlinear.probing.samples import gather
@@ -23,15 +23,15 @@ def exactly(x, y, weight):
 def test_one_forward_fits_what_block_by_block_does(name):
     model = tiny.model(name)
     at = blocks(model)[:2]
-    shop = Workshop(model, at, WINDOWS)
-    maps = shop.refit(dict.fromkeys(at, (None, 0)))
+    fitter = Refitter(model, at, WINDOWS)
+    maps = fitter.refit(dict.fromkeys(at, (None, 0)))
     first = gather(model, at, WINDOWS)[at[0].index]
-    want = exactly(first.x, first.y, shop.weights[at[0]])
+    want = exactly(first.x, first.y, fitter.weights[at[0]])
     torch.testing.assert_close(maps[at[0]].weight.double(), want.weight, rtol=1e-4, atol=1e-5)
     with swapped(model, {at[0]: maps[at[0]]}):
         second = gather(model, at[1:], WINDOWS)[at[1].index]
         y = as_module(model, at[1])(second.x).detach()
-    want = exactly(second.x, y, shop.weights[at[1]])
+    want = exactly(second.x, y, fitter.weights[at[1]])
     torch.testing.assert_close(maps[at[1]].weight.double(), want.weight, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(maps[at[1]].bias.double(), want.bias, rtol=1e-4, atol=1e-5)
 
@@ -53,11 +53,11 @@ def test_the_stream_target_brings_the_stream_nearer(name):
     name, direct = name.removesuffix("-stream"), name.endswith("-stream")
     model = tiny.model(name)
     at = blocks(model)[:2]
-    shop = Workshop(model, at, WINDOWS)
+    fitter = Refitter(model, at, WINDOWS)
     shapes = dict.fromkeys(at, (None, 0))
     off = {}
     for target in TARGETS:
-        maps = shop.refit(shapes, target)
+        maps = fitter.refit(shapes, target)
         if direct:  # x is the stream: what enters the second add is x + y
             assert set(inlets(model, at, {"input_ids": WINDOWS[:1]}).values()) == {""}
             sample = gather(model, at, WINDOWS)[at[1].index]
@@ -66,7 +66,7 @@ def test_the_stream_target_brings_the_stream_nearer(name):
             error = (sample.x + sample.y) - (changed.x + maps[at[1]](changed.x))
         else:
             error = stream_after(model, at[1], {}) - stream_after(model, at[1], maps)
-        weight = shop.weights[at[1]].reshape(-1, 1)
+        weight = fitter.weights[at[1]].reshape(-1, 1)
         off[target] = float((weight * error.reshape(-1, error.shape[-1]).double().square()).sum())
     assert off["stream"] < off["output"]
 
@@ -74,11 +74,11 @@ def test_the_stream_target_brings_the_stream_nearer(name):
 def test_units_are_the_blocks_own_and_shapes_are_kept():
     model = tiny.model("llama")
     at = blocks(model)
-    shop = Workshop(model, at, WINDOWS)
+    fitter = Refitter(model, at, WINDOWS)
     shapes = {at[0]: (None, 3), at[1]: (0, 20), at[2]: (2, 4)}
-    maps = shop.refit(shapes)
+    maps = fitter.refit(shapes)
     for block, (rank, k) in shapes.items():
-        assert maps[block].units == tuple(shop.ladders[block][rank != 0].order[:k])
+        assert maps[block].units == tuple(fitter.ladders[block][rank != 0].order[:k])
         found = maps[block].affine
         assert (found.rank if rank is not None else None) == rank
     with torch.no_grad(), swapped(model, maps):
@@ -90,7 +90,7 @@ def test_a_block_with_all_its_units_is_the_block():
     at = blocks(model)
     with torch.no_grad():
         want = model(input_ids=WINDOWS).logits
-        maps = Workshop(model, at, WINDOWS).refit(dict.fromkeys(at, (0, 40)))
+        maps = Refitter(model, at, WINDOWS).refit(dict.fromkeys(at, (0, 40)))
         with swapped(model, maps):
             got = model(input_ids=WINDOWS).logits
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
@@ -99,7 +99,7 @@ def test_a_block_with_all_its_units_is_the_block():
 def test_the_model_is_as_it_was():
     model = tiny.model("llama")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    Workshop(model, blocks(model), WINDOWS).refit({blocks(model)[0]: (None, 2)}, "stream")
+    Refitter(model, blocks(model), WINDOWS).refit({blocks(model)[0]: (None, 2)}, "stream")
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) for k in before)
@@ -109,5 +109,5 @@ def test_the_model_is_as_it_was():
 def test_experts_get_a_matrix():
     model = tiny.model("mixtral")
     at = blocks(model)
-    maps = Workshop(model, at, WINDOWS).refit(dict.fromkeys(at, (None, 0)), "stream")
+    maps = Refitter(model, at, WINDOWS).refit(dict.fromkeys(at, (None, 0)), "stream")
     assert set(maps) == set(at)

@@ -91,7 +91,7 @@ def compress(
         raise ValueError("where to? Name a folder with -o, or pass --dry-run")
 
     from howlinear.compression import plan as plans
-    from howlinear.compression.compress import compress_model
+    from howlinear.compression.compress import CompressSettings, compress_model
     from howlinear.export.write import check_exportable, check_free, write_export
     from howlinear.losses.protocols import EvalProtocol as Cut
     from howlinear.models import corpus
@@ -123,12 +123,14 @@ def compress(
             report=report,
             plan=chosen,
             at=blocks,
-            rank="full" if plain else number_or(rank, "--rank", "auto", "full"),
-            units=0 if plain else number_or(keep_units, "--keep-units", "auto"),
-            intercept=not plain,
-            protocol=cut,
-            curve=[share_of(part, "--curve") for part in curve.split(",")] if curve else (),
-            baselines=baselines,
+            settings=CompressSettings(
+                rank="full" if plain else number_or(rank, "--rank", "auto", "full"),
+                units=0 if plain else number_or(keep_units, "--keep-units", "auto"),
+                intercept=not plain,
+                protocol=cut,
+                curve=[share_of(part, "--curve") for part in curve.split(",")] if curve else (),
+                baselines=baselines,
+            ),
             progress=begin,
         )
     result.about.update(

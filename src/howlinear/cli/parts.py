@@ -177,7 +177,7 @@ def budget_of(
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} ask for different things: give one of them")
-    from howlinear.compression.compress import Budget
+    from howlinear.compression.plan import Budget
 
     if remove_params is not None:
         return Budget(parameters=share_of(remove_params, "--remove-params"))

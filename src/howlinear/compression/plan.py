@@ -1,15 +1,14 @@
-"""From what replacing each block costs to what becomes of each block. Numbers in, numbers out.
+"""From what each option costs to a plan: which option each block takes. Numbers in, numbers out.
 
-    path = descent(options)                    # every step of every block, the cheapest parameter first
-    chosen = after(path, within(path, 0.05))   # what an expected loss of 0.05 nats a token buys
+    path = descent(options)                    # steps of all blocks, lowest cost per parameter first
+    chosen = after(path, within(path, 0.05))   # options for an expected cost of 0.05 nats a token
 
 An option is one way to replace one block: its cost, measured with this block alone replaced, and the
-parameters that it saves. Costs are taken to add up, which they do only roughly, so that whoever
-follows a plan measures what it really costs and moves along the path.
+parameters that it saves. Costs are assumed to add up, which holds only roughly: `search` measures
+the real cost of a plan and moves along the path.
 
-Of a block's options only the lower convex hull over (saved, cost) is of use. Its edges, those of all
-blocks in order of their slope, are the path: the greedy solution of the knapsack, which is the best
-there is at each of its steps.
+Only options on the lower convex hull over (saved, cost) of a block are used. The edges of all hulls in
+order of their slope are the path: the greedy solution of the knapsack problem, optimal at each step.
 """
 
 from __future__ import annotations
@@ -22,6 +21,19 @@ from typing import Any
 
 from howlinear.records.fields import BlockPlan
 from howlinear.records.files import SCHEMA
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much perplexity may rise, or how many of the feed-forward parameters go; as shares."""
+
+    perplexity: float | None = None
+    parameters: float | None = None
+
+    @property
+    def nats(self) -> float:
+        """The rise in perplexity as nats per token."""
+        return math.log1p(self.perplexity or 0.0)
 
 
 @dataclass(frozen=True)
@@ -49,17 +61,17 @@ class Step:
 
 
 def hull(options: Iterable[Option]) -> list[Option]:
-    """Of one block: the options that cost least a parameter, given those before them."""
-    found: list[Option] = []
+    """Options of one block on the lower convex hull over (saved, cost)."""
+    kept: list[Option] = []
     for option in sorted(options, key=lambda o: (o.saved, o.cost)):
-        while found:
-            before = found[-2] if len(found) > 1 else None
-            if _slope(before, option) > _slope(before, found[-1]):
+        while kept:
+            before = kept[-2] if len(kept) > 1 else None
+            if _slope(before, option) > _slope(before, kept[-1]):
                 break
-            found.pop()
-        if option.saved > (found[-1].saved if found else 0):
-            found.append(option)
-    return found
+            kept.pop()
+        if option.saved > (kept[-1].saved if kept else 0):
+            kept.append(option)
+    return kept
 
 
 def _slope(a: Option | None, b: Option) -> float:
@@ -68,22 +80,22 @@ def _slope(a: Option | None, b: Option) -> float:
 
 
 def descent(options: Iterable[Option]) -> list[Step]:
-    """All steps of all blocks, the cheapest parameter first; a block's own come in their order."""
+    """Steps of all blocks, lowest cost per parameter first; steps of one block keep their order."""
     steps: list[Step] = []
     by_block = groupby(sorted(options, key=lambda o: o.index), key=lambda o: o.index)
-    for _, own in by_block:
+    for _, of_block in by_block:
         saved, cost = 0, 0.0
-        for option in hull(o for o in own if o.saved > 0):
+        for option in hull(o for o in of_block if o.saved > 0):
             steps.append(Step(option, option.saved - saved, option.cost - cost))
             saved, cost = option.saved, option.cost
     return sorted(steps, key=lambda s: (s.slope, s.option.index, s.option.saved))
 
 
 def expected(known: Sequence[tuple[float, float]], rest: float) -> float:
-    """The cost of an option that leaves `rest`, from the (rest, cost) of options that were measured.
+    """The cost of an option that leaves a share `rest`, from measured (rest, cost).
 
-    Power laws between neighbours; beyond the last ones cost grows as rest does, which is what a
-    smooth loss does with small errors.
+    Power laws between neighbours; beyond the ends cost is proportional to rest, as for a smooth loss
+    and small errors.
     """
     points = sorted((r, c) for r, c in known if r > 0 and c > 0)
     if not points or rest <= 0:
@@ -97,22 +109,22 @@ def expected(known: Sequence[tuple[float, float]], rest: float) -> float:
 
 
 def after(path: Sequence[Step], steps: int) -> dict[int, Option]:
-    """What is chosen for each block, by index, when so many steps are gone."""
+    """The option of each block, by block index, after the first `steps` steps."""
     return {s.option.index: s.option for s in path[:steps]}
 
 
 def within(path: Sequence[Step], cost: float) -> int:
-    """How many steps an expected cost allows."""
+    """The number of steps that an expected cost allows."""
     return sum(total <= cost for total in accumulate(max(s.cost, 0.0) for s in path))
 
 
 def saving(path: Sequence[Step], parameters: int) -> int:
-    """How many steps it takes to save so many parameters; all of them if that is not enough."""
+    """The number of steps that save so many parameters; all steps if they do not suffice."""
     return min(sum(t < parameters for t in accumulate(s.saved for s in path)) + 1, len(path))
 
 
 def to_dict(chosen: Sequence[BlockPlan], about: Mapping[str, Any]) -> dict[str, Any]:
-    """`plan.json`: a few lines a block, to be read and edited by hand."""
+    """`plan.json`: a few lines per block, to be read and edited by hand."""
     return {
         "kind": "plan",
         "schema": SCHEMA,
@@ -122,7 +134,7 @@ def to_dict(chosen: Sequence[BlockPlan], about: Mapping[str, Any]) -> dict[str, 
 
 
 def from_dict(data: Mapping[str, Any]) -> list[BlockPlan]:
-    """What a plan says of each block; ValueError in one line where it makes no sense."""
+    """The blocks of a plan, checked."""
     blocks = data.get("blocks")
     if not isinstance(blocks, list) or not blocks:
         raise ValueError("the plan has no blocks: list those to replace under blocks")
@@ -130,10 +142,10 @@ def from_dict(data: Mapping[str, Any]) -> list[BlockPlan]:
     for block in blocks:
         if not isinstance(block, dict):
             raise ValueError(f"the plan's blocks hold {block!r:.40}, expected one object a block")
-        found = BlockPlan.from_dict(block)
-        if any(n is not None and n < 0 for n in (found.rank, found.units)):
-            raise ValueError(f"the plan's block {found.index} has a negative rank or units")
-        chosen.append(found)
+        entry = BlockPlan.from_dict(block)
+        if any(n is not None and n < 0 for n in (entry.rank, entry.units)):
+            raise ValueError(f"the plan's block {entry.index} has a negative rank or units")
+        chosen.append(entry)
     indices = [b.index for b in chosen]
     if len(set(indices)) < len(indices):
         twice = next(i for i in indices if indices.count(i) > 1)

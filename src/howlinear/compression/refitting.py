@@ -1,22 +1,22 @@
-"""Maps for many blocks at once, each fitted on what the changed model really computes.
+"""Maps for many blocks at once, each fitted on the inputs that it gets in the changed model.
 
-    shop = Workshop(model, at, windows)
-    offers = shop.survey({block: [(None, 4), (0, 768)]})      # maps of single blocks, of the original
-    maps = shop.refit({block: (None, 4), other: (0, 768)})    # front to back, in one forward
+    fitter = Refitter(model, at, windows)
+    fitter.fit_alone({block: [(None, 4), (0, 768)]})            # maps of single blocks
+    fitter.refit({block: (None, 4), other: (0, 768)})           # front to back, in one forward
 
-All windows run as one batch, so that a stand-in sees every row of its block at once: it fits its map
-and answers with it, and the blocks behind it see what the replaced block gave. So one forward of the
-model refits them all.
+All windows run as one batch. A layer in place of each block gets every row of the block at once, fits
+the map and returns the map's output, so that later blocks get the inputs of the changed model. One
+forward of the model refits all blocks.
 
-Rows weigh 1/|h|, h being the residual stream after the block in the original model: what follows
-reads the stream after a norm. Two things can be asked of a map behind replaced blocks: to give what
-the block itself gives on the new input ("output"), or to bring the residual stream back to where
-the original model had it ("stream"), which makes good what blocks before it got wrong.
+Rows are weighted by 1/|h|, h the residual stream after the block in the original model, because later
+layers read the stream after a norm. A map behind replaced blocks is fitted to one of two targets: the
+block's own output on the new input ("output"), or the output that brings the residual stream back to
+the original model's ("stream"), which corrects errors of earlier maps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,10 +30,12 @@ from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
 from howlinear.linear.unit_selection import Elimination, elimination, joint_map, unexplained_by_rank
-from howlinear.models.families import Block, backbone, call_options
-from howlinear.models.hooks import as_module, evaluating, swapped, tap
+from howlinear.models.families import Block
+from howlinear.models.forward import Batch, Forward, run_rows
+from howlinear.models.hooks import as_module, swapped
 from howlinear.models.streams import inlets
 from howlinear.models.units import hidden_count, hidden_units, taken
+from howlinear.run.work import Advance, Work
 
 TARGETS = ("output", "stream")
 CHUNK = 4096  # rows at a time
@@ -42,14 +44,14 @@ Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidd
 
 
 def memory(at: Sequence[Block], hidden: Mapping[Block, int], rows: int) -> int:
-    """About how many bytes it takes to run all rows at once, twice for the stream, and to fit."""
+    """Approximate bytes to run all rows at once, twice for the stream target, and to fit."""
     widest = max(at, key=lambda b: b.d_in + hidden[b])
     d, m = max(widest.d_in, widest.d_out), hidden[widest]
     return 2 * rows * (6 * d + 3 * m) * 4 + 4 * (d + m) * (2 * d + m) * 8
 
 
-class Workshop:
-    """A model, the text that its maps are fitted on, and what was learnt of its blocks so far."""
+class Refitter:
+    """Fits maps on one text; keeps row weights and orders of hidden units once they are computed."""
 
     def __init__(
         self, model: nn.Module, at: Sequence[Block], windows: Tensor, *, intercept: bool = True
@@ -57,140 +59,133 @@ class Workshop:
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.like = next(model.parameters()).detach()
         self.weights: dict[Block, Tensor] = {}  # (n,)
-        self.ladders: dict[
-            Block, tuple[Elimination, Elimination]
-        ] = {}  # units alone, and beside a matrix
+        # orders of hidden units: without a matrix, and beside one
+        self.ladders: dict[Block, tuple[Elimination, Elimination]] = {}
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
         self.direct: set[Block] = set()  # blocks whose input is the stream itself
 
-    def survey(
+    def fit_alone(
         self,
         shapes: Mapping[Block, Sequence[Shape]],
         ranks: Mapping[Block, Mapping[int, Sequence[int]]] | None = None,
-        progress: Callable[[int], None] | None = None,
+        advance: Advance | None = None,
     ) -> dict[Block, list[Map]]:
-        """Maps of each block of the original model, and what maps of other shapes would leave.
+        """Maps of each block in the original model; fills `rests` for maps of other shapes.
 
-        Of hidden units, alone and beside a matrix, that is known for all numbers of them; beside a
-        matrix of reduced rank for those in `ranks`: by number of units, the ranks.
+        Without a matrix and with one of full rank, `rests` covers every number of hidden units that
+        the elimination passes; at reduced rank those in `ranks` (hidden units -> ranks).
         """
-        found: dict[Block, list[Map]] = {}
+        maps: dict[Block, list[Map]] = {}
 
-        def receive(block: Block, rows: Rows) -> None:
-            d, own = block.d_in, self._learn(block, rows)
-            rests = self.rests[block]
+        def receive(_: Batch, block: Block, rows: Rows) -> None:
+            d, moments, rests = block.d_in, self._prepare(block, rows), self.rests[block]
             for k, wanted in ((ranks or {}).get(block) or {}).items():
-                beyond = unexplained_by_rank(own, d, self.asked(block, (None, k))[0])
+                beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k))[0])
                 rests |= {(r, k): rests[None, k] + float(beyond[r]) for r in wanted}
-            found[block] = [
-                joint_map(own, d, *self.asked(block, shape), intercept=self.intercept).to(self.like)
-                for shape in shapes[block]
-            ]
-            if progress is not None:
-                progress(len(rows.x))
+            maps[block] = []
+            for rank, k in shapes[block]:
+                units, hidden = self.units_of(block, (rank, k))
+                fitted = joint_map(moments, d, units, rank, hidden, intercept=self.intercept)
+                maps[block].append(fitted.to(self.like))
+            if advance is not None:
+                advance(len(rows.x))
 
-        with tap(self.model, receive, at=list(shapes)):
-            self._run(self.windows)
-        return found
+        whole = Work(batch_size=len(self.windows))
+        run_rows(self.model, self.windows, receive, at=list(shapes), work=whole)
+        return maps
 
-    def _learn(self, block: Block, rows: Rows) -> Moments:
-        """Weights of the rows and the order of hidden units, where they come out alone."""
+    def _prepare(self, block: Block, rows: Rows) -> Moments:
+        """Moments of [x, all hidden units] and y; keeps row weights and orders of hidden units."""
         self.weights[block] = _weights(rows)
-        every = hidden_units(self.model, block) if hidden_count(self.model, block) else None
-        own = _moments(block, rows.x, rows.y, self.weights[block], every)
-        if every is None:
-            self.rests[block] = {(None, 0): float(1 - _explained(own))}
-            return own
-        ladders = (
-            elimination(own, block.d_in, matrix=False),
-            elimination(own, block.d_in, matrix=True),
-        )
-        self.ladders[block] = ladders
+        hidden = hidden_units(self.model, block) if hidden_count(self.model, block) else None
+        moments = _moments(block, rows.x, rows.y, self.weights[block], hidden)
+        if hidden is None:
+            self.rests[block] = {(None, 0): float(1 - _explained(moments))}
+            return moments
+        alone, beside = (elimination(moments, block.d_in, matrix=m) for m in (False, True))
+        self.ladders[block] = (alone, beside)
         self.rests[block] = {
             (rank, k): rest
-            for rank, ladder in zip((0, None), ladders, strict=True)
+            for rank, ladder in ((0, alone), (None, beside))
             for k, rest in ladder.unexplained.items()
         }
-        return own
+        return moments
 
     def refit(
         self,
         shapes: Mapping[Block, Shape],
         target: str = "output",
-        progress: Callable[[int], None] | None = None,
+        advance: Advance | None = None,
+        *,
+        intercept: bool | None = None,
     ) -> dict[Block, Map]:
-        """The maps of all these blocks together, each behind those before it."""
+        """Maps of all these blocks together, each on the inputs that the maps before it produce."""
         if missing := {b: () for b in shapes if b not in self.weights}:
-            self.survey(missing)
+            self.fit_alone(missing)
+        intercept = self.intercept if intercept is None else intercept
         maps: dict[Block, Map] = {}
         both = target == "stream"
         with ExitStack() as stack:
-            streams = stack.enter_context(self._listening(list(shapes))) if both else {}
-            stand_ins = {
-                block: _StandIn(self, block, shape, maps, streams if both else None, progress)
+            streams = stack.enter_context(self._streams(list(shapes))) if both else None
+            layers = {
+                block: _FittingLayer(self, block, shape, maps, streams, advance, intercept)
                 for block, shape in shapes.items()
             }
-            stack.enter_context(swapped(self.model, stand_ins))
-            self._run(self.windows.repeat(2, 1) if both else self.windows)
+            stack.enter_context(swapped(self.model, layers))
+            # with the stream target the first half of the batch is the original model's
+            Forward(self.model)({"input_ids": self.windows.repeat(1 + both, 1)})
         return maps
 
-    def asked(
-        self, block: Block, shape: Shape
-    ) -> tuple[tuple[int, ...], int | None, nn.Module | None]:
-        """Which units, the rank, and the units as a module."""
+    def units_of(self, block: Block, shape: Shape) -> tuple[tuple[int, ...], nn.Module | None]:
+        """The hidden units that a map of this shape keeps, and a module that computes them."""
         rank, k = shape
         units = tuple(self.ladders[block][rank != 0].order[:k]) if k else ()
-        return units, rank, taken(self.model, block, units) if units else None
+        return units, taken(self.model, block, units) if units else None
 
     @contextmanager
-    def _listening(self, at: list[Block]) -> Iterator[dict[Block, Tensor]]:
-        """The stream before each block, where it can be read and the block's output adds to it."""
+    def _streams(self, at: list[Block]) -> Iterator[dict[Block, Tensor]]:
+        """The residual stream before each block, where it can be read and the output adds to it."""
         streams: dict[Block, Tensor] = {}
 
         def keep(block: Block, _: nn.Module, args: tuple[Any, ...]) -> None:
             streams[block] = args[0]
 
-        ways = inlets(self.model, at, _inputs(self.model, self.windows[:1, :8]))
+        paths = inlets(self.model, at, _inputs(self.model, self.windows[:1, :8]))
         handles = [
             self.model.get_submodule(path).register_forward_pre_hook(partial(keep, block))
-            for block, path in ways.items()
+            for block, path in paths.items()
             if path and not block.out_norm
         ]
-        self.direct = {b for b, path in ways.items() if path == "" and not b.out_norm}
+        self.direct = {b for b, path in paths.items() if path == "" and not b.out_norm}
         try:
             yield streams
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _run(self, windows: Tensor) -> None:
-        net = backbone(self.model)
-        with torch.no_grad(), evaluating(self.model):
-            net(**_inputs(self.model, windows), **call_options(net))
 
-
-class _StandIn:
-    """In place of a block while all rows pass: fits the block's map to them, and is that map."""
+class _FittingLayer:
+    """In place of a block while all rows pass: fits the block's map to them, and returns its output."""
 
     def __init__(
         self,
-        shop: Workshop,
+        fitter: Refitter,
         block: Block,
         shape: Shape,
         maps: dict[Block, Map],
         streams: dict[Block, Tensor] | None,
-        progress: Callable[[int], None] | None,
+        advance: Advance | None,
+        intercept: bool,
     ) -> None:
-        self.shop, self.block, self.maps, self.streams = shop, block, maps, streams
-        self.module = as_module(shop.model, block)
-        self.units, self.rank, self.hidden = shop.asked(block, shape)
-        self.progress = progress
+        self.fitter, self.block, self.maps, self.streams = fitter, block, maps, streams
+        self.module = as_module(fitter.model, block)
+        self.rank, (self.units, self.hidden) = shape[0], fitter.units_of(block, shape)
+        self.advance, self.intercept = advance, intercept
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.streams is None:
             return self.fit(x, self.module(x))
-        # The first half of the batch is the original model's.
-        if self.block in self.shop.direct:
+        if self.block in self.fitter.direct:
             self.streams[self.block] = x
         original, x = x.chunk(2)
         y = self.module(original)
@@ -199,22 +194,21 @@ class _StandIn:
         return torch.cat([y, self.fit(x, wanted)])
 
     def fit(self, x: Tensor, wanted: Tensor) -> Tensor:
-        block, shop = self.block, self.shop
-        flat = x.reshape(-1, block.d_in)
-        weight = shop.weights[block]
-        y, alone = wanted.reshape(-1, block.d_out), self.rank == 0 and self.hidden is not None
-        rows = _moments(block, flat, y, weight, self.hidden, alone)
-        d, every = 0 if alone else block.d_in, range(len(self.units))
-        fitted = joint_map(rows, d, every, self.rank, self.hidden, intercept=shop.intercept)
-        if isinstance(fitted, UnitMap):  # by their numbers in the block
-            fitted = replace(fitted, units=self.units)
+        block = self.block
+        flat, y = x.reshape(-1, block.d_in), wanted.reshape(-1, block.d_out)
+        alone = self.rank == 0 and self.hidden is not None
+        moments = _moments(block, flat, y, self.fitter.weights[block], self.hidden, alone)
+        d, columns = 0 if alone else block.d_in, range(len(self.units))
+        fitted = joint_map(moments, d, columns, self.rank, self.hidden, intercept=self.intercept)
+        if isinstance(fitted, UnitMap):
+            fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
             if alone and isinstance(fitted.affine, Factored):
                 nothing = fitted.write.new_zeros(0, block.d_in)
                 fitted = replace(fitted, affine=replace(fitted.affine, into=nothing))
-        fitted = fitted.to(shop.like)
+        fitted = fitted.to(self.fitter.like)
         self.maps[block] = fitted
-        if self.progress is not None:
-            self.progress(len(flat))
+        if self.advance is not None:
+            self.advance(len(flat))
         return fitted(x)
 
 
@@ -225,7 +219,7 @@ def _inputs(model: nn.Module, windows: Tensor) -> dict[str, Tensor]:
 
 
 def _weights(rows: Rows) -> Tensor:
-    """(n,) of mean 1; all alike where the stream is not known."""
+    """(n,) 1/|h|, scaled to mean 1; all 1 where the stream is not known."""
     if rows.inverse_stream is None:
         return torch.ones(len(rows.x), dtype=torch.float64)
     return rows.inverse_stream / rows.inverse_stream.mean()
@@ -239,22 +233,23 @@ def _moments(
     hidden: nn.Module | None,
     alone: bool = False,
 ) -> Moments:
-    """Of [x, hidden units], or hidden units alone, and y."""
-    rows = None
+    """Moments of [x, hidden units], or of hidden units alone, and y."""
+    moments = None
     for xs, ys, w in zip(x.split(CHUNK), y.split(CHUNK), weight.split(CHUNK), strict=True):
         parts = ([] if alone else [xs]) + ([] if hidden is None else [hidden(xs)])
         joint = torch.cat(parts, 1)
-        rows = rows or Moments(joint.shape[1], block.d_out)
-        rows.update(joint, ys, w)
-    assert rows is not None
-    return rows
+        moments = moments or Moments(joint.shape[1], block.d_out)
+        moments.update(joint, ys, w)
+    assert moments is not None
+    return moments
 
 
-def _explained(rows: Moments) -> float:
-    return float(solve(rows)[1].square().sum() / rows.S_yy.sum())
+def _explained(moments: Moments) -> float:
+    """Share of variance that the full matrix explains, on the rows of the fit."""
+    return float(solve(moments)[1].square().sum() / moments.S_yy.sum())
 
 
 def _drift(before: Tensor) -> Tensor:
-    """How far the changed model's stream, the second half of the batch, is from the original's."""
+    """The original model's stream, first half of the batch, minus the changed model's."""
     original, changed = before.chunk(2)
     return original - changed

@@ -1,0 +1,149 @@
+"""What each way to replace each block saves and costs.
+
+    options = price_options(fitter, sizes, losses, rank="auto", units="auto")
+
+A few ways are measured for each block: one matrix beside SINKS hidden units, and shares ALONE of the
+hidden units without a matrix. The costs of other ways are interpolated from these, by the share of
+variance that each way leaves unexplained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from howlinear.compression.measuring import Losses
+from howlinear.compression.plan import Option, expected
+from howlinear.compression.refitting import Refitter, Shape
+from howlinear.linear.affine import Map
+from howlinear.linear.unit_selection import GROUP
+from howlinear.models.families import Block
+from howlinear.models.hooks import as_module
+from howlinear.models.units import hidden_count, taken
+
+ALONE = (0.5, 0.75)
+RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
+BESIDE = (0.0, 0.25, 0.5)
+SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few, and few suffice
+
+
+class Sizes:
+    """Parameters and hidden units of blocks, and parameters of the maps that may replace them."""
+
+    def __init__(self, model: nn.Module, at: Sequence[Block]) -> None:
+        modules = {b: as_module(model, b) for b in at}
+        self.parameters = {b: sum(p.numel() for p in m.parameters()) for b, m in modules.items()}
+        self.hidden = {b: hidden_count(model, b) for b in at}
+        self.unit = {  # parameters of one hidden unit
+            b: sum(p.numel() for p in taken(model, b, [0]).parameters()) + b.d_out
+            for b in at
+            if self.hidden[b]
+        }
+        self.total = sum(self.parameters.values())
+
+    def of_map(self, block: Block, shape: Shape) -> int:
+        """Parameters of a map of this shape."""
+        rank, k = shape
+        matrix = block.d_in * block.d_out if rank is None else rank * (block.d_in + block.d_out)
+        return matrix + block.d_out + k * self.unit.get(block, 0)
+
+    def removed(self, maps: Mapping[Block, Map]) -> int:
+        """Parameters that go when these maps replace their blocks."""
+        return sum(self.parameters[b] - m.parameters for b, m in maps.items())
+
+    def units_near(self, block: Block, share: float) -> int:
+        """The number of hidden units nearest to a share of them that the elimination passes."""
+        return self.at_most(block, max(GROUP * round(share * self.hidden[block] / GROUP), SINKS))
+
+    def at_most(self, block: Block, units: int) -> int:
+        return min(units, self.hidden[block])
+
+
+def price_options(
+    fitter: Refitter, sizes: Sizes, losses: Losses, rank: int | str, units: int | str
+) -> list[Option]:
+    """Every option of every block that saves parameters, with its cost on the text for choosing."""
+    shapes = {b: _measured_shapes(b, sizes, rank, units) for b in fitter.at}
+    ranks = {
+        b: {sizes.units_near(b, share): _ranks(b, rank) for share in BESIDE}
+        for b in fitter.at
+        if sizes.hidden[b]
+    }
+    advance = losses.work.begin("fitting options", len(fitter.at) * fitter.windows.numel())
+    maps = fitter.fit_alone(shapes, ranks, advance)
+    variants = [(b, fitted) for b in fitter.at for fitted in maps[b]]
+    costs = iter(losses.alone("measuring options", variants))
+    options = []
+    for b in fitter.at:
+        measured = {shape: next(costs).kl for shape in shapes[b]}
+        rests = fitter.rests[b]
+        points = [(rests[shape], cost) for shape, cost in measured.items() if shape in rests]
+        by_shape = {shape: expected(points, rest) for shape, rest in rests.items()} | measured
+        for (r, k), cost in by_shape.items():
+            saved = sizes.parameters[b] - sizes.of_map(b, (r, k))
+            if saved > 0 and _allowed(b, (r, k), sizes, rank, units):
+                options.append(Option(b.index, r, k, saved, cost))
+    return options
+
+
+def _measured_shapes(block: Block, sizes: Sizes, rank: int | str, units: int | str) -> list[Shape]:
+    if not sizes.hidden[block]:
+        return [(full_or(rank), 0)]
+    if units != "auto":
+        k = sizes.at_most(block, int(units))
+        return [(None, k), (0, k)] if rank == "auto" else [(full_or(rank), k)]
+    matrix: list[Shape] = [(None, sizes.units_near(block, 0.0))]
+    return matrix + [(0, sizes.units_near(block, share)) for share in ALONE]
+
+
+def _ranks(block: Block, rank: int | str) -> list[int]:
+    if rank == "auto":
+        return [max(round(part * min(block.d_in, block.d_out)), 1) for part in RANKS]
+    return [r] if (r := full_or(rank)) else []
+
+
+def _allowed(block: Block, shape: Shape, sizes: Sizes, rank: int | str, units: int | str) -> bool:
+    """Does a shape agree with the rank and the number of hidden units that the user set, if any?"""
+    r, k = shape
+    if rank != "auto" and r != full_or(rank):
+        return False
+    if units != "auto":
+        return k == sizes.at_most(block, int(units))
+    return r == 0 or k >= sizes.at_most(block, SINKS)
+
+
+def full_or(rank: int | str) -> int | None:
+    """The rank of a matrix as a shape has it: None for full."""
+    return None if rank in ("auto", "full") else int(rank)
+
+
+def shapes_of_named(
+    fitter: Refitter,
+    sizes: Sizes,
+    losses: Losses,
+    at: Sequence[Block],
+    rank: int | str,
+    units: int | str,
+) -> dict[Block, Shape]:
+    """One matrix for each block; with units "auto", SINKS hidden units where they lower the loss.
+
+    They do if the paired gain exceeds twice its standard error. Without a loss they are kept.
+    """
+    r = full_or(rank)
+    if units != "auto":
+        return {b: (r, sizes.at_most(b, int(units))) for b in at}
+    shapes: dict[Block, list[Shape]] = {
+        b: [(r, k) for k in dict.fromkeys((0, sizes.at_most(b, SINKS)))] for b in at
+    }
+    if losses.reason:
+        return {b: choices[-1] for b, choices in shapes.items()}
+    maps = fitter.fit_alone(shapes)
+    variants = [(b, fitted) for b in at for fitted in maps[b]]
+    costs = iter(losses.alone("choosing units", variants))
+    chosen = {}
+    for b, choices in shapes.items():
+        changes = [next(costs) for _ in choices]
+        gain, se = changes[-1].gain_over(changes[0])
+        chosen[b] = choices[-1] if gain > 2 * se else choices[0]
+    return chosen

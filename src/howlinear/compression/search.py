@@ -1,0 +1,114 @@
+"""How far along the path of options a budget reaches: fit, measure, move, fit again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from howlinear.compression.measuring import Losses
+from howlinear.compression.plan import Budget, Step, after, saving, within
+from howlinear.compression.prices import Sizes
+from howlinear.compression.refitting import TARGETS, Refitter, Shape
+from howlinear.linear.affine import Map
+from howlinear.losses.perplexity import Comparison
+from howlinear.models.families import Block
+
+ROUNDS = 4  # of refitting in search of the budget
+CLOSE = 0.97  # of the budget: the search ends
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Maps fitted together, and what they cost on the text for choosing."""
+
+    shapes: dict[Block, Shape]
+    maps: dict[Block, Map]
+    target: str
+    change: Comparison | None
+
+    @property
+    def nats(self) -> float:
+        return math.nan if self.change is None else self.change.delta_nll
+
+
+class Search:
+    """Fits and measures sets of replaced blocks."""
+
+    def __init__(self, fitter: Refitter, sizes: Sizes, losses: Losses) -> None:
+        self.fitter, self.sizes, self.losses = fitter, sizes, losses
+        self.by_index = {b.index: b for b in fitter.at}
+
+    def trial(self, shapes: dict[Block, Shape], target: str, **options: Any) -> Trial:
+        """Fit these shapes to one target and measure them."""
+        rows = len(shapes) * self.fitter.windows.numel()
+        advance = self.losses.work.begin(f"refitting ({target})", rows)
+        maps = self.fitter.refit(shapes, target, advance, **options)
+        reason, choose = self.losses.reason, self.losses.choose
+        return Trial(
+            shapes, maps, target, None if reason else self.losses.together([maps], choose)[0]
+        )
+
+    def best_target(self, shapes: dict[Block, Shape]) -> Trial:
+        """Fit to each target; the one with the lower loss on the text for choosing."""
+        if self.losses.reason:
+            return self.trial(shapes, TARGETS[0])
+        return min((self.trial(shapes, target) for target in TARGETS), key=lambda t: t.nats)
+
+    def shapes_after(self, path: list[Step], steps: int) -> dict[Block, Shape]:
+        chosen = after(path, steps)
+        return {self.by_index[i]: (o.rank, o.units) for i, o in sorted(chosen.items())}
+
+    def shapes_saving(self, path: list[Step], share: float) -> dict[Block, Shape]:
+        """What removes at least this share of the feed-forward parameters."""
+        return self.shapes_after(path, saving(path, math.ceil(share * self.sizes.total)))
+
+    def within(self, path: list[Step], budget: Budget) -> Trial:
+        """The longest part of the path that the budget allows, fitted."""
+        if not path:
+            raise ValueError("no way to replace a block saves parameters")
+        if budget.parameters is None:
+            return self._within_nats(path, budget.nats)
+        most = sum(s.saved for s in path)
+        if math.ceil(budget.parameters * self.sizes.total) > most:
+            raise ValueError(
+                f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
+                f"every block saves {most / self.sizes.total:.1%} (--remove-params)"
+            )
+        return self.best_target(self.shapes_saving(path, budget.parameters))
+
+    def _within_nats(self, path: list[Step], nats: float) -> Trial:
+        """Costs of blocks do not quite add up: fit, measure, correct the expected cost, repeat."""
+        level, low, high = nats, (0.0, 0.0), None  # (expected, measured) below and above the budget
+        best: Trial | None = None
+        tried: set[int] = set()
+        target = None
+        for _ in range(ROUNDS):
+            steps = max(within(path, level), 1)
+            if steps in tried:
+                break
+            tried.add(steps)
+            shapes = self.shapes_after(path, steps)
+            new = self.trial(shapes, target) if target else self.best_target(shapes)
+            target = new.target
+            if new.nats <= nats:
+                best, low = new, (level, new.nats)
+                if new.nats >= CLOSE * nats or steps == len(path):
+                    break
+            else:
+                high = (level, new.nats)
+            level = _next_level(low, high, nats)
+        if best is None:
+            raise ValueError(
+                f"no block can be replaced for {math.expm1(nats):.1%} more perplexity: "
+                "raise --max-ppl-increase"
+            )
+        return best
+
+
+def _next_level(low: tuple[float, float], high: tuple[float, float] | None, nats: float) -> float:
+    """The expected cost at which the measured cost may meet the budget, from the last two trials."""
+    aim = (1 + CLOSE) / 2 * nats
+    if high is None:
+        return low[0] * aim / low[1] if low[1] > 0 else 2 * low[0]
+    return low[0] + (high[0] - low[0]) * (aim - low[1]) / (high[1] - low[1])
