@@ -122,7 +122,7 @@ def test_another_models_figures_are_not_reproduced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "told"),
+    ("model", "name", "message"),
     [
         ({"id": "gpt2"}, "gpt2", None),
         ({"id": "openai-community/gpt2", "parameters": 1}, "gpt2", None),
@@ -132,10 +132,10 @@ def test_another_models_figures_are_not_reproduced(tmp_path):
         ({"id": None, "family": None, "parameters": None}, None, "did not measure this model"),
     ],
 )
-def test_which_of_the_papers_models_a_run_is(tmp_path, model, name, told):
+def test_which_of_the_papers_models_a_run_is(tmp_path, model, name, message):
     found = reproduce_run(planted(tmp_path, model=model))
     assert found.name == name
-    assert told in found.notes[0] if told else found.notes == []
+    assert message in found.notes[0] if message else found.notes == []
     assert (found.summary == {}) is (name is None)
     assert all((b["r2_scalar"]["paper"] is None) is (name is None) for b in found.blocks)
 
@@ -154,7 +154,7 @@ def test_some_blocks_are_compared_with_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"settings": {"tokens": 4096}}, "4096 tokens instead of 14976"),
         ({"settings": {"window": 64}}, "64 tokens a window instead of 128"),
@@ -164,8 +164,8 @@ def test_some_blocks_are_compared_with_their_own(tmp_path):
         ({"model": {"quantization": "Q8_0"}}, "weights quantised (Q8_0)"),
     ],
 )
-def test_departures_from_the_protocol_are_told(tmp_path, changes, told):
-    assert reproduce_run(planted(tmp_path, **changes)).notes == [f"unlike the paper: {told}"]
+def test_departures_from_the_protocol_are_told(tmp_path, changes, message):
+    assert reproduce_run(planted(tmp_path, **changes)).notes == [f"unlike the paper: {message}"]
 
 
 def swaps(run, protocol="windows-128", tokens=14_859):
@@ -216,7 +216,7 @@ def test_gains_are_of_the_variance_around_one_mean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ({"blocks": []}, "lists no blocks"),
         ({"blocks": [3]}, "lists no blocks"),
@@ -224,8 +224,8 @@ def test_gains_are_of_the_variance_around_one_mean(tmp_path):
         ({"settings": {"protocol": "default"}}, "--protocol paper -o "),
     ],
 )
-def test_damaged_and_other_runs_are_refused_in_one_line(tmp_path, complaint, parts, told):
-    assert told in complaint("reproduce", planted(tmp_path, **parts))
+def test_damaged_and_other_runs_are_refused_in_one_line(tmp_path, complaint, parts, message):
+    assert message in complaint("reproduce", planted(tmp_path, **parts))
 
 
 def test_numbers_that_are_missing_are_not_compared(tmp_path):

@@ -66,10 +66,7 @@ class Accumulator:
         self.eps = float(torch.finfo(torch.float64).eps)
         self.shift: Tensor | None = None
         if shift is not None:
-            if shift.shape != (d_in + d_out,):
-                raise ValueError(
-                    f"shift has shape {tuple(shift.shape)}, expected ({d_in + d_out},)"
-                )
+            shift = _checked("shift", shift, (d_in + d_out,), exact=False)
             self.shift = shift.to(self.device, torch.float64)
         self._kept = KeptRows()
         self._filled = False  # do the sums exist?
@@ -78,11 +75,6 @@ class Accumulator:
         return f"<{type(self).__name__} of {self.n} rows, {self.d_in} to {self.d_out}>"
 
     # -- adding rows ------------------------------------------------------------------------------
-
-    @property
-    def kept_rows(self) -> int:
-        """How many rows are kept as rows."""
-        return self._kept.n
 
     def update(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add rows: x (..., d_in), y (..., d_out), weight (...). Nothing changes if they are refused."""

@@ -5,7 +5,7 @@
     affine.to_linear()                  # the same as a torch layer
 
 Notation: W (d_out, d_in), b (d_out,). Every map is called with x (..., d_in) and knows its
-`parameters`, its `multiply_adds` for one row, `d_in` and `d_out`.
+`parameters`, its `multiply_adds` per row, `d_in` and `d_out`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Affine:
 
     @property
     def multiply_adds(self) -> int:
-        """Of one row."""
+        """Multiply-adds per row."""
         return self.weight.numel()
 
     def to(self, like: Tensor) -> Affine:
@@ -52,7 +52,7 @@ class Affine:
         return Affine(self.weight.to(like), self.bias.to(like), self.rank)
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
-        """The same map as a layer that can be put in a model."""
+        """The same map as a torch layer."""
         linear = torch.nn.Linear(self.d_in, self.d_out, device=self.weight.device, dtype=dtype)
         with torch.no_grad():
             linear.weight.copy_(self.weight)
@@ -93,7 +93,7 @@ class Factored:
 
     @property
     def multiply_adds(self) -> int:
-        """Of one row."""
+        """Multiply-adds per row."""
         return self.into.numel() + self.out.numel()
 
     def to(self, like: Tensor) -> Factored:
@@ -144,7 +144,7 @@ class UnitMap:
 
     @property
     def multiply_adds(self) -> int:
-        """Of one row."""
+        """Multiply-adds per row."""
         hidden = sum(p.numel() for p in self.hidden.parameters() if p.ndim == 2)
         return self.affine.multiply_adds + self.write.numel() + hidden
 

@@ -1,4 +1,4 @@
-"""The rows of one batch: what enters a block and what leaves it, a token a row."""
+"""The rows of one batch: inputs and outputs of a block, one row for each token."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one block saw and said in one forward, padding left out. Read it inside `receive`.
+    """Inputs and outputs of one block in one forward, without padding. Read it inside `receive`.
 
     Without padding x and y are views of the model's own tensors: do not write to them.
     """
 
     x: Tensor  # (n, d_in)
     y: Tensor  # (n, d_out)
-    hidden: Tensor | None  # (n, k): the hidden units that were asked for
-    shape: tuple[int, int] | None  # (B, L) when nothing was left out
+    hidden: Tensor | None  # (n, k) requested hidden units
+    shape: tuple[int, int] | None  # (B, L) if there is no padding
     _lead: tuple[int, int]  # (B, L) in any case
-    _keep: Tensor | None  # (n,) which of the B L positions are rows, ascending; None: all
+    _keep: Tensor | None  # (n,) the positions, of B L, that are rows, ascending; None: all
     _h: Tensor | None  # (B L, d)
-    _starts: Tensor | None = None  # (B,) as `starts`, where the rows are only some of a block's
+    _starts: Tensor | None = None  # (B,) `starts` of the block, for an expert's rows
 
     def only(self, at: Tensor, y: Tensor) -> Rows:
-        """The rows `at` (m,), with another y (m, d_out): what one expert was given, and said."""
+        """The rows `at` (m,) with another y (m, d_out): inputs and outputs of one expert."""
         kept, hidden = self.kept[at], None if self.hidden is None else self.hidden[at]
         return Rows(self.x[at], y, hidden, None, self._lead, kept, self._h, self.starts)
 
     @cached_property
     def h(self) -> Tensor | None:
-        """(n, d), the residual stream after the add; None where the family is not known."""
+        """(n, d), the residual stream after the add; None for an unknown family."""
         return self._h if self._h is None or self._keep is None else self._h[self._keep]
 
     @cached_property
@@ -45,23 +45,23 @@ class Rows:
 
     @cached_property
     def inverse_stream(self) -> Tensor | None:
-        """(n,), 1/|h| in float64 in main memory: row weights of a fit."""
+        """(n,), 1/|h| in float64 on the CPU: row weights of a fit; None for an unknown family."""
         return None if self.stream is None else self.stream.cpu().double().rsqrt()
 
     @cached_property
     def kept(self) -> Tensor:
-        """(n,), which of the B L positions the rows are, ascending."""
+        """(n,), the positions, of B L, that are rows, ascending."""
         every = torch.arange(math.prod(self._lead), device=self.x.device)
         return every if self._keep is None else self._keep
 
     @cached_property
     def window(self) -> Tensor:
-        """(n,), which window of the batch a row is from."""
+        """(n,), the window of each row in the batch."""
         return self.kept // self._lead[1]
 
     @cached_property
     def starts(self) -> Tensor:
-        """(B,), how far each window's first real token is from its left end."""
+        """(B,), the length of each window's left padding."""
         if self._starts is not None:
             return self._starts
         batch, length = self._lead

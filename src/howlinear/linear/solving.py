@@ -45,30 +45,36 @@ def fit(moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0) -> 
         )
     affine, _ = solve(moments, intercept=intercept, ridge=ridge)
     if affine.rank < moments.d_in:
-        log.warning(
-            "inputs have rank %d of %d: the map of least norm is given", affine.rank, moments.d_in
-        )
+        rank = affine.rank
+        log.warning("inputs have rank %d of %d: this is the least-norm map", rank, moments.d_in)
     return affine
 
 
 def solve(
-    moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0
+    moments: Accumulator,
+    *,
+    columns: Tensor | None = None,
+    intercept: bool = True,
+    ridge: float = 0.0,
 ) -> tuple[Affine, Tensor]:
-    """(map, Z) without the checks and warnings of `fit`.
+    """(map, Z) without the checks and warnings of `fit`, of some columns of x or all.
 
     Z (d_out, rank) has Z Z' = W S_xx W', the sums of squares that the map explains; with a ridge
     they count the penalty too. `effective_rank` reads it.
     """
-    root = moments.root(intercept)
-    noise = input_noise(moments, intercept)
+    mean_x, noise = moments.mean_x, input_noise(moments, intercept)
+    root = moments.root(intercept) if columns is None else None
     if root is None:
         S_xx, S_xy = moments.gram(intercept)
+        if columns is not None:
+            S_xx, S_xy = S_xx[columns][:, columns], S_xy[columns]
+            mean_x, noise = mean_x[columns], noise[columns]
         if ridge:
             S_xx.diagonal().add_(ridge)
         W, rank, Z = solve_gram(S_xx, S_xy, noise, moments.eps)
     else:
         W, rank, Z = _solve_root(*root, noise, moments.eps, ridge)
-    bias = moments.mean_y - W @ moments.mean_x if intercept else W.new_zeros(len(W))
+    bias = moments.mean_y - W @ mean_x if intercept else W.new_zeros(len(W))
     return Affine(W, bias, rank), Z
 
 
@@ -88,32 +94,24 @@ def _scale(squares: Tensor, noise: Tensor) -> Tensor:
     return torch.where(scale > noise, scale, torch.inf)
 
 
-def _floor(d: int) -> float:
-    """Singular values that float64 sums of squares can tell from zero."""
-    return math.sqrt(d * EPS)
-
-
 def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[Tensor, int, Tensor]:
     """(W, rank, Z) from sums of squares; `eps` is the resolution of the rows."""
     d = len(S_xx)
-    tol = max(d * eps, _floor(d))
+    tol = max(d * eps, math.sqrt(d * EPS))
     scale = _scale(S_xx.diagonal(), noise)
     C = S_xx / scale / scale[:, None]  # unit diagonal
     B = S_xy.t().contiguous() / scale  # (d_out, d_in): solving from the right is a quarter faster
     L, info = torch.linalg.cholesky_ex(C)
     factored = not int(info)
-    keep = V = None
     if not factored or _smallest(L) <= 100 * tol**2 * float(C.abs().sum(1).max()):
         values, V = torch.linalg.eigh(C)
         keep = values > tol**2 * values[-1]
-    if factored and (keep is None or bool(keep.all())):  # of full rank: the factor has more digits
-        Z = torch.linalg.solve_triangular(L.t(), B, upper=True, left=False)
-        return torch.linalg.solve_triangular(L, Z, upper=False, left=False) / scale, d, Z
-    assert keep is not None
-    assert V is not None
-    V, root = V[:, keep], values[keep].sqrt()
-    Z = B @ V / root
-    return (Z / root) @ V.t() / scale, int(keep.sum()), Z
+        if not (factored and bool(keep.all())):  # else L has more digits
+            V, root = V[:, keep], values[keep].sqrt()
+            Z = B @ V / root
+            return (Z / root) @ V.t() / scale, int(keep.sum()), Z
+    Z = torch.linalg.solve_triangular(L.t(), B, upper=True, left=False)
+    return torch.linalg.solve_triangular(L, Z, upper=False, left=False) / scale, d, Z
 
 
 def _solve_root(

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.affine import Affine, Factored, Map, UnitMap
+from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.moments import Moments
-from howlinear.linear.solving import input_noise, solve_gram
+from howlinear.linear.solving import input_noise, solve, solve_gram
 
 GROUP = 16  # units removed at once
 RIDGE = 1e-9  # of the scaled moments' unit diagonal: units may repeat one another
@@ -98,11 +98,7 @@ def joint_map(
     """
     at = _columns(d, units)
     if rank is None:
-        S, S_y = rows.gram(intercept)
-        noise = input_noise(rows, intercept)[at]
-        W, input_rank, _ = solve_gram(S[at][:, at], S_y[at], noise, rows.eps)
-        bias = rows.mean_y - W @ rows.mean_x[at] if intercept else W.new_zeros(len(W))
-        joint = Affine(W, bias, input_rank)
+        joint, _ = solve(rows, columns=at, intercept=intercept)
         return UnitMap.split(joint, tuple(units), hidden) if hidden is not None else joint
     S, S_y = rows.gram()
     into, out = S.new_zeros(0, d), S.new_zeros(rows.d_out, 0)
