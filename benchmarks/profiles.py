@@ -29,8 +29,9 @@ from howlinear import blocks, builtin_text, load, profile, windows
 from howlinear.linear.folds import Folds
 from howlinear.linear.stores import BlockStore, Known
 from howlinear.models.families import backbone
+from howlinear.models.forward import Forward, as_windows
 from howlinear.models.units import sink_units
-from howlinear.profiling.passes import Hearing, Whole, pieces, primer
+from howlinear.profiling.passes import Course, Pass
 
 LENGTH, BATCH = 512, 8
 
@@ -62,9 +63,10 @@ def slope(model, ids, repeats: int) -> None:
     """Bare and profiled passes over the same batches, taking turns."""
     ratios = []
     further = ids[8192 // LENGTH : 16384 // LENGTH]
-    at, split, runner = blocks(model), Folds(5), Whole(model)
-    start = primer(ids, next(pieces(ids, BATCH)))
-    sinks = sink_units(model, at, lambda: runner.run(start))
+    at, text, forward = blocks(model), as_windows(ids), Forward(model)
+    reading = Pass(model, text, at, Folds(5), Course(batch_size=BATCH), lambda *_: [])
+    start = reading.beginning(next(text.batches(BATCH)))
+    sinks = sink_units(model, at, lambda: forward(start))
     for _ in range(repeats):
         stores = [
             BlockStore(b, 5, "moments", 0, torch.device("cpu"), Known(*sinks[b.index])) for b in at
@@ -72,10 +74,9 @@ def slope(model, ids, repeats: int) -> None:
 
         def read(batch, stores=stores) -> None:
             # offsets count from 0: which two of the five folds fill up does not matter here
-            with torch.no_grad(), Hearing(model, stores, split, all_tokens=False) as hearing:
-                for piece in pieces(batch, BATCH):
-                    with hearing.of(piece, stop=True):
-                        runner.run(piece.inputs)
+            batches, advance = as_windows(batch).batches(BATCH), lambda tokens: None
+            run = lambda batch: forward(batch.inputs)  # noqa: E731
+            reading.read(batches, stores, run, advance, begun=0, stop=True)
 
         read(ids[: 4096 // LENGTH])  # sums in place
         for batch in further.split(BATCH):

@@ -42,8 +42,8 @@ def everything(ranks, folder):
     for solver in ("moments", "tsqr"):
         run = folder / solver
         saves = Saves(run, {}, 1e9, ranks.rank)
-        course = Course(ranks=ranks, together=2, saves=saves)
-        result = profile(model, windows, solver=solver, batch_size=7, course=course)
+        course = Course(ranks=ranks, together=2, saves=saves, solver=solver)
+        result = profile(model, windows, batch_size=7, course=course)
         found[solver] = [b.to_dict() for b in result.blocks]
         if ranks.rank == 0:
             result.save(run)

@@ -13,8 +13,9 @@ from howlinear.linear.folds import CELL
 from howlinear.losses.perplexity import compare
 from howlinear.models.experts import mixtures, replaced
 from howlinear.models.hooks import swapped
+from howlinear.profiling.gathering import Scope
 from howlinear.profiling.passes import Course
-from howlinear.profiling.profiler import profile_shard, split_of
+from howlinear.profiling.shards import profile_shard
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_map, read_store
 from howlinear.swapping.expert_swaps import chosen, measure_expert_swaps
@@ -115,14 +116,11 @@ def test_experts_add_up_go_on_and_read_back(mixtral, tmp_path):
     made = []
     for i in range(3):
         saves = Saves(tmp_path / f"{i}", {}, 1e9)
-        course = Course(shard=(i, 3), saves=saves)
-        how = {"solver": "moments", "batch_size": 4, "seed": 0, "experts": "routed"}
-        split = split_of("default", 5, WINDOWS)
-        shard = profile_shard(
-            mixtral, WINDOWS, at=blocks(mixtral), split=split, course=course, **how
-        )
+        course = Course(shard=(i, 3), saves=saves, batch_size=4)
+        scope = Scope(experts="routed")
+        shard = profile_shard(mixtral, WINDOWS, at=blocks(mixtral), scope=scope, course=course)
         saves.close()
-        shard.settings.update(folds=5, protocol="default", window=LENGTH, batch_size=4)
+        shard.settings.update(window=LENGTH, batch_size=4)
         shard.about.update(model=MODEL, corpus={"name": "t", "part": "x", "fingerprint": "t"})
         shard.save(tmp_path / f"{i}")
         made.append(tmp_path / f"{i}")

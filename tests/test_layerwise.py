@@ -194,5 +194,5 @@ def test_damaged_states_are_refused_by_name(tmp_path):
     path.write_bytes(good)
     walked(model, tmp_path, {})
     vit = tiny.model("vit")
-    with pytest.raises(ValueError, match="pictures and sound"):
+    with pytest.raises(ValueError, match="images and audio"):
         profile(vit, [tiny.inputs("vit")], course=Course(layerwise=True))

@@ -10,8 +10,9 @@ import torch
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
 from howlinear.linear.folds import CELL
+from howlinear.profiling.gathering import Scope
 from howlinear.profiling.passes import Course
-from howlinear.profiling.profiler import profile_shard, split_of
+from howlinear.profiling.shards import profile_shard
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_store
 
@@ -43,19 +44,16 @@ def close(one, two, path=""):
         assert one == two, path
 
 
-def shards(model, windows, folder, count, name="text", **how):
+def shards(model, windows, folder, count, name="text", **options):
     """A text read in parts, as by an array of jobs; the folders."""
     made = []
     for i in range(count):
         out = folder / f"{name}-{i}"
-        course = Course(shard=(i, count), saves=Saves(out, {}, 1e9))
-        options = {"solver": "moments", "batch_size": 4, "seed": 0} | how
-        split = split_of("default", 5, windows)
-        shard = profile_shard(
-            model, windows, at=blocks(model), split=split, course=course, **options
-        )
+        options = {"batch_size": 4} | options
+        course = Course(shard=(i, count), saves=Saves(out, {}, 1e9), **options)
+        shard = profile_shard(model, windows, at=blocks(model), scope=Scope(), course=course)
         course.saves.close()
-        shard.settings.update(folds=5, protocol="default", window=LENGTH, bos="auto")
+        shard.settings.update(window=LENGTH, bos="auto")
         shard.settings.update(batch_size=options["batch_size"])
         shard.about.update(model=MODEL, corpus={"name": name, "part": "x", "fingerprint": name})
         shard.about["asked"] = {"text": name}

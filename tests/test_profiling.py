@@ -13,6 +13,7 @@ from howlinear.linear.folds import CELL, Folds, RowSplit
 from howlinear.linear.row_sample import SAMPLE, RowSample
 from howlinear.models.families import blocks
 from howlinear.models.hooks import swapped
+from howlinear.profiling.passes import Course
 from howlinear.run.tensors import read_moments
 
 LENGTH = 128
@@ -128,8 +129,8 @@ def test_stream_error_by_definition(llama, monkeypatch):
 
 def test_the_row_sample_is_uniform_bounded_and_seeded(llama):
     windows = ids(5 * CELL // LENGTH)
-    one, two = (profile(llama, windows, seed=1).stores[0].sample for _ in range(2))
-    other = profile(llama, windows, seed=2).stores[0].sample
+    one, two = (profile(llama, windows, course=Course(seed=1)).stores[0].sample for _ in range(2))
+    other = profile(llama, windows, course=Course(seed=2)).stores[0].sample
     assert torch.equal(one.x, two.x)
     assert not torch.equal(one.x, other.x)
     counts = torch.bincount(one.group, minlength=5)
@@ -165,7 +166,9 @@ def test_batching_changes_nothing(llama, measured):
 def test_tsqr_and_moments_agree(llama):
     windows = ids(3 * CELL // LENGTH)
     for a, b in zip(
-        profile(llama, windows).blocks, profile(llama, windows, solver="tsqr").blocks, strict=True
+        profile(llama, windows).blocks,
+        profile(llama, windows, course=Course(solver="tsqr")).blocks,
+        strict=True,
     ):
         assert a.r2 == pytest.approx(b.r2, abs=1e-11)
         assert a.r2_body == pytest.approx(b.r2_body, abs=1e-11)
@@ -284,7 +287,6 @@ def test_pictures_and_sounds(family):
     [
         (lambda: ids(2), {}, "too little text: 256 tokens .* 2176 tokens would do"),
         (lambda: ids(1), {"protocol": "paper"}, None),
-        (lambda: ids(40), {"solver": "magic"}, "unknown solver"),
         (lambda: ids(40), {"protocol": "magic"}, "unknown protocol"),
         (lambda: ids(40), {"folds": 1}, "at least 2 folds"),
         (lambda: ids(40), {"batch_size": 0}, "batch size"),
@@ -375,3 +377,24 @@ def test_spoiled_run_folders_are_refused(measured, tmp_path):
             assert "\n" not in (complaint or "")
         (run / name).write_bytes(good)
     assert refused > 60
+
+
+def test_a_course_is_checked():
+    with pytest.raises(ValueError, match=r"unknown solver 'magic', expected .* \(--solver\)"):
+        Course(solver="magic")
+
+
+def test_the_swap_signal_is_a_choice(llama):
+    """The same for a tensor and for batches of it; None where it is not wanted or cannot be had."""
+    windows = ids(40)
+    signals = [b.swap_signal for b in profile(llama, windows).blocks]
+    batches = list(windows.split(8))
+    assert all(signals)
+    assert [b.swap_signal for b in profile(llama, batches).blocks] == signals
+    masked = [{"input_ids": b, "attention_mask": torch.ones_like(b)} for b in batches]
+    for result in (
+        profile(llama, windows, signal=False),
+        profile(llama, iter(batches)),
+        profile(llama, masked),
+    ):
+        assert all(b.swap_signal is None and b.safety == "unknown" for b in result.blocks)

@@ -55,7 +55,7 @@ def files(folder):
 
 @pytest.mark.parametrize("solver", ["moments", "tsqr"])
 def test_a_store_reads_back_to_the_bit(llama, tmp_path, solver):
-    result = profile(llama, WINDOWS, solver=solver)
+    result = profile(llama, WINDOWS, course=Course(solver=solver))
     result.save(tmp_path)
     for store in result.stores:
         again = read_store(tmp_path, store.block)
@@ -201,9 +201,10 @@ def test_a_pass_that_stopped_goes_on_to_the_bit(llama, tmp_path, solver, togethe
     """Stopped again and again, with a save after every batch, in whichever group."""
 
     def course(folder, every):
-        return Course(together=together, saves=Saves(folder, {"tokens": 1}, every))
+        saves = Saves(folder, {"tokens": 1}, every)
+        return Course(together=together, saves=saves, solver=solver)
 
-    profile(llama, WINDOWS, solver=solver, course=course(tmp_path / "one", 1e9), batch_size=7).save(
+    profile(llama, WINDOWS, course=course(tmp_path / "one", 1e9), batch_size=7).save(
         tmp_path / "one"
     )
     folder, stops, forwards = tmp_path / "two", 0, []
@@ -216,7 +217,6 @@ def test_a_pass_that_stopped_goes_on_to_the_bit(llama, tmp_path, solver, togethe
             result = profile(
                 llama,
                 WINDOWS,
-                solver=solver,
                 course=course(folder, 0.0),
                 batch_size=7,
                 progress=stop,

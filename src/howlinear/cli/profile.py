@@ -229,8 +229,8 @@ def profile(
         "versions": versions(),
     }
     how: dict[str, Any] = {"solver": solver.value, "precision": precision.value, "seed": seed}
-    how["experts"] = settings["experts"]
-    work = _Work(net, at, folds, protocol.value, batch_size, layerwise, how)
+    wanted: Any = settings["experts"]
+    work = _Work(net, at, folds, protocol.value, batch_size, layerwise, wanted, how)
     result: Any = None
     for folder, text in texts.items():
         say(f"{text.name}: " if len(texts) > 1 else "", end="")
@@ -274,6 +274,7 @@ class _Work:
     protocol: str
     batch_size: int
     layerwise: bool
+    experts: str | None
     how: dict[str, Any]  # solver, precision, seed
 
     def measured(
@@ -287,7 +288,8 @@ class _Work:
         every: float,
     ) -> Any:
         """One text read, and a run or a shard written."""
-        from howlinear.profiling import profiler
+        from howlinear.profiling import profiler, shards
+        from howlinear.profiling.gathering import Scope
         from howlinear.profiling.passes import Course
         from howlinear.run.saving import Saves
 
@@ -304,28 +306,27 @@ class _Work:
         if saves.begun:
             say(f"going on from what {folder} holds")
         saves.together, walks = self._room(ids, folder, shard[1], ranks, saves)
-        together = saves.together
-        course = Course(shard, ranks, layerwise=self.layerwise, together=together, saves=saves)
-        own = {"at": self.at, "batch_size": self.batch_size, "course": course}
-        how: dict[str, Any] = {**self.how, **own}
         windows = inputs_for(self.net, ids, self.batch_size)
         try:
             with progress_bar(walks * -(-ids.numel() // (shard[1] * ranks.count))) as advance:
+                course = Course(
+                    ranks=ranks,
+                    batch_size=self.batch_size,
+                    progress=lambda label, tokens: advance,
+                    shard=shard,
+                    layerwise=self.layerwise,
+                    together=saves.together,
+                    saves=saves,
+                    **self.how,
+                )
+                scope = Scope(self.folds, self.protocol, self.experts)
                 if shard[1] > 1:
-                    split = profiler.split_of(self.protocol, self.folds, windows)
-                    result: Any = profiler.profile_shard(
-                        self.net, windows, split=split, progress=advance, **how
+                    result: Any = shards.profile_shard(
+                        self.net, windows, at=self.at, scope=scope, course=course
                     )
-                    folds = None if self.protocol == "paper" else self.folds
-                    result.settings.update(folds=folds, protocol=self.protocol)
                 else:
                     result = profiler.profile(
-                        self.net,
-                        windows,
-                        folds=self.folds,
-                        protocol=self.protocol,
-                        progress=advance,
-                        **how,
+                        self.net, windows, at=self.at, course=course, **vars(scope)
                     )
         except KeyboardInterrupt:
             if saves.begun:
@@ -343,11 +344,11 @@ class _Work:
     ) -> tuple[int | None, int]:
         """Say what it takes; how many blocks fit into memory at once, None for all, and how often
         each window is run."""
+        from howlinear.profiling.gathering import with_experts
         from howlinear.profiling.needs import most_together, profile_cost
-        from howlinear.profiling.profiler import with_experts
 
         solver, free = self.how["solver"], room.available_memory()
-        every = with_experts(self.net, self.at, self.how["experts"])
+        every = with_experts(self.net, self.at, self.experts)
         count = -(-len(ids) // (parts * ranks.count))
         most: int | None = len(every)
         if free is not None and not self.layerwise:
@@ -400,8 +401,8 @@ def _extent(net: Any, tokenizer: Any, at: Any, settings: dict[str, Any]) -> tupl
 def _dry(settings: dict[str, Any], trust_remote_code: bool, as_json: bool) -> None:
     """What a profile would take, by the model's configuration alone."""
     from howlinear.models import loading
+    from howlinear.profiling.gathering import with_experts
     from howlinear.profiling.needs import profile_cost
-    from howlinear.profiling.profiler import with_experts
 
     net = loading.skeleton(
         settings["model"],

@@ -63,10 +63,11 @@ class Training(Result):
         work = work or Work()
         profiled = profile(
             model,
-            windows.split(work.batch_size),
+            windows,
             at=at,
             folds=self.settings["folds"],
-            course=Course(ranks=work.ranks),
+            signal=False,
+            course=Course(work.ranks, work.batch_size),
             progress=work.begin(f"profiling {name}", windows.numel() // work.ranks.count),
         )
         if self.checkpoints and len(profiled.blocks) != len(self.checkpoints[0]["blocks"]):

@@ -43,8 +43,9 @@ def random_init(
 
     def measured(net: nn.Module, label: str) -> Profile:
         advance = work.begin(label, windows.numel() // work.ranks.count)
-        batches, course = windows.split(work.batch_size), Course(ranks=work.ranks)
-        return profile(net, batches, at=at, folds=folds, course=course, progress=advance)
+        course = Course(work.ranks, work.batch_size)
+        options: dict[str, Any] = {"at": at, "folds": folds, "signal": False}
+        return profile(net, windows, **options, course=course, progress=advance)
 
     if trained is None:
         trained = measured(model, "profiling the trained model")

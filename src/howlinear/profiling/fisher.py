@@ -1,14 +1,14 @@
-"""How much the model's predictions care about each output feature of each block: one backward pass.
+"""How much predictions depend on each output feature of each block: one backward pass.
 
-    care = fisher(model, at, windows, seed=0)       # block index -> (d_out,)
-    0.5 * (care[11] * mse).sum()                    # about the KL divergence of a swap, nats a token
+    gradients = fisher(model, at, ids, seed=0)      # squared; block index -> (d_out,)
+    0.5 * (gradients[11] * mse).sum()               # about the KL divergence of a swap, nats a token
 
 Replace a block's output y by y + e at every position. To second order the predictions move by a KL
 divergence of E[(g . e)^2] / 2 nats a token, g being the gradient by y of the log-likelihood of tokens
-drawn from the model's own predictions (Fisher's information; with the text's own tokens in their
-place it measures surprise instead). What is kept is the diagonal, E[g_j^2]. Beside the squared error
-of a map in each feature, E[e_j^2], it tells what a swap may cost without running one, under the
-assumption that errors and gradients of different features do not know of each other.
+drawn from the model's own predictions (Fisher's information; the text's own tokens would measure
+surprise instead). Only the diagonal, E[g_j^2], is kept. With the squared error of a map in each
+feature, E[e_j^2], it estimates the cost of a swap without running one, assuming that errors and
+gradients of different features are independent.
 """
 
 from __future__ import annotations
@@ -22,26 +22,42 @@ from torch import Tensor, nn
 
 from howlinear.losses.readout import Readout
 from howlinear.models.families import Block, call_options
+from howlinear.models.forward import IDS, Windows
 from howlinear.models.hooks import evaluating
 
-TOKENS = 256  # a few hundred rank blocks as well as thousands do
+TOKENS = 256  # a few hundred tokens rank blocks as well as thousands do
 LENGTH = 64
 LOGITS = 2**24  # at a time
 
 
+def first_tokens(text: Windows) -> Tensor | None:
+    """The first LENGTH tokens of every window; None for a stream, or windows of more than ids."""
+    if text.ids is not None:
+        return text.ids[:, :LENGTH]
+    parts: list[Tensor] = []
+    for batch in text.batches() if text.repeatable else ():
+        if set(batch.inputs) != {IDS}:
+            return None
+        parts.append(batch.inputs[IDS][:, :LENGTH])
+    return torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else None
+
+
 def fisher(
-    model: nn.Module, at: Sequence[Block], windows: Tensor, seed: int = 0
+    model: nn.Module, at: Sequence[Block], ids: Tensor, seed: int = 0
 ) -> dict[int, Tensor] | None:
     """Mean squared gradient of each block's output features, (d_out,) float64 on the CPU.
 
-    Reads TOKENS tokens spread over the windows (n, length). None for models that predict no tokens.
+    Reads TOKENS tokens spread over the windows `ids` (n, length). None for models that predict no
+    next token of the text they read.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
     try:
         readout = Readout(model)
-    except (ValueError, AttributeError, TypeError):  # it is not that kind of model
+    except (ValueError, AttributeError, TypeError):  # not a language model
         return None
     generator = torch.Generator().manual_seed(seed)
-    ids = windows[:, :LENGTH]
+    ids = ids[:, :LENGTH]
     count = min(len(ids), max(1, TOKENS // ids.shape[1]))
     ids = ids[torch.linspace(0, len(ids) - 1, count).long()]
     sums = {block.index: torch.zeros(block.d_out, dtype=torch.float64) for block in at}
@@ -61,14 +77,14 @@ def _gradients(
         p = logits.detach().float().softmax(-1)
         drawn = torch.multinomial(p.flatten(0, -2).cpu(), 1, generator=generator).to(p.device)
         p.flatten(0, -2).scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=p.dtype))
-        p[:, -1] = 0  # what follows the last token is not part of the window
-        found = torch.autograd.grad(logits, list(leaves.values()), p.to(logits))
-    return dict(zip(leaves, found, strict=True))
+        p[:, -1] = 0  # the token after the last is not part of the window
+        gradients = torch.autograd.grad(logits, list(leaves.values()), p.to(logits))
+    return dict(zip(leaves, gradients, strict=True))
 
 
 @contextmanager
 def _leaves(model: nn.Module, at: Sequence[Block]) -> Iterator[dict[int, Tensor]]:
-    """Inside, zeros that can be differentiated by are added to each block's output."""
+    """Inside, each block's output gets zeros added, leaves of the graph to differentiate by."""
     leaves: dict[int, Tensor] = {}
 
     def hook(block: Block) -> Any:

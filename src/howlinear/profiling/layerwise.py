@@ -1,13 +1,13 @@
 """A model larger than memory, layer by layer: one layer's weights and its blocks' moments at a time.
 
-    for stores in layer_by_layer(model, windows, at, make, split, batch_size=8, course=course):
+    for stores in layer_by_layer(Pass(model, text, at, split, course, make)):
         ...                     # stores of one layer's blocks that have seen every row
 
 All windows go through one layer before the next one is loaded. Between layers their hidden states are
-in a file, which the system keeps in memory while there is room. The model's own forward runs, so that
-masks, positions and whatever else a family does stay its own: layers before the one at hand return
-at once what is in the file, and the forward ends after it. So peak memory does not grow with depth.
-A family that passes more than hidden states from layer to layer is refused.
+in a file, which the system caches in memory while there is room. The model's own forward runs, with
+its masks and positions: layers before the current one return at once what is in the file, and the
+forward ends after the current one. Peak memory does not grow with depth. A family that passes more than
+hidden states from layer to layer is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,78 +26,84 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.folds import Split
 from howlinear.linear.stores import BlockStore
-from howlinear.models.families import FAMILIES, Block, backbone, call_options
-from howlinear.models.offload import device_of, resident
+from howlinear.models.families import FAMILIES, Block
+from howlinear.models.forward import Batch, Forward, StopForward
+from howlinear.models.offload import resident
 from howlinear.models.recording import answering
-from howlinear.profiling.passes import (
-    Advance,
-    Course,
-    Hearing,
-    Make,
-    Piece,
-    Windows,
-    pieces,
-    primer,
-)
+from howlinear.profiling.passes import Course, Pass
 from howlinear.records.files import SCHEMA, clean, read_json, write_json
-from howlinear.run.tensors import read_store
+from howlinear.run.work import Advance
 
 CHECKSUM = 4  # bytes
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64)}
 DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class _Done(Exception):  # noqa: N818
-    """The layer at hand has run."""
-
-
-def layer_by_layer(
-    model: nn.Module,
-    windows: Windows,
-    at: Sequence[Block],
-    make: Make,
-    split: Split,
-    *,
-    batch_size: int,
-    course: Course,
-    all_tokens: bool = False,
-    progress: Advance | None = None,
-) -> Iterator[list[BlockStore]]:
-    """As `passes.collected`, a layer at a time."""
-    layers, where = stack_of(model, at)
-    mine = [p for p in pieces(windows, batch_size) if course.mine(p.number)]
-    start = next(pieces(windows, batch_size))
-    if any("input_ids" not in p.inputs for p in (start, *mine)):
-        raise ValueError("pictures and sound do not go layer by layer: run without --layerwise")
-    walk = _Walk(model, layers)
-    last = max(where.values())
-    if not all(b.family in FAMILIES for b in at):
-        walk.check(primer(windows, start), last)
+def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
+    """As `passes.whole_model`, a layer at a time."""
+    course, ranks = reading.course, reading.course.ranks
+    layers, where = stack_of(reading.model, reading.at)
+    first = next(reading.text.batches(course.batch_size))
+    mine = list(reading.batches())
+    if any("input_ids" not in batch.inputs for batch in (first, *mine)):
+        raise ValueError("images and audio do not go layer by layer: run without --layerwise")
+    stack, last = _Stack(reading.model, layers), max(where.values())
+    beginning = reading.beginning(first)
+    if not all(block.family in FAMILIES for block in reading.at):
+        stack.check(beginning, last)
     with _folder(course) as folder:
-        asked = course.saves.asked if course.saves else {}
-        beginning = Piece(-1, primer(windows, start), [], 0)
-        states = States(folder, [beginning, *mine], asked)
-        first = min(course.ranks.gather(states.layer))  # after a kill, ranks may differ by one
-        states.layer, walk.extras = first, states.extras
+        batches = [Batch(-1, -1, beginning, [], 0), *mine]
+        states = States(folder, batches, course.saves.asked if course.saves else {})
+        done = min(ranks.gather(states.layer))  # after an interruption, ranks may differ by one
+        states.layer, stack.extras = done, states.extras
+        advance = reading.begin(last + 1)
         for i in range(last + 1):
-            own = [b for b in at if where[b] == i]
-            if i < first:
-                yield _from_files(course, own)
-                if progress is not None:
-                    progress(sum(p.tokens for p in mine))
+            group = [block for block in reading.at if where[block] == i]
+            if i < done:
+                yield reading.finished(group)
+                advance(sum(batch.tokens for batch in mine))
                 continue
-            stores: list[BlockStore] = []
             with resident([layers[i]]):
-                if own:
-                    run = partial(walk.run, i, states.pieces[0].inputs)
-                    stores = make(own, lambda run=run: run(states.before(0)))  # type: ignore[misc]
-                walk.layer(i, states, Hearing(model, stores, split, all_tokens), course, progress)
-            yield course.ranks.collect_all(stores)
-            course.ranks.share(None)  # the first one has written what this layer gave
-            states.extras = walk.extras
+                stores = _read_layer(reading, stack, states, i, group, advance)
+            yield ranks.collect_all(stores)
+            ranks.share(None)  # wait until rank 0 has written this layer's blocks
+            states.extras = stack.extras
             states.advance(i + 1)
+
+
+def _read_layer(
+    reading: Pass,
+    stack: _Stack,
+    states: States,
+    i: int,
+    group: Sequence[Block],
+    advance: Advance,
+) -> list[BlockStore]:
+    """All windows through layer i: stores of its blocks; hidden states to the next file."""
+    beginning, *batches = states.batches
+    saves = reading.course.saves
+
+    def run(batch: Batch) -> Tensor:
+        return stack.run(i, batch.inputs, states.before(batch))
+
+    stores = reading.make(group, lambda: run(beginning)) if group else []
+    begun = saves.resume(stores) if saves and stores else 0
+    state = run(beginning)
+    states.width, states.dtype = state.shape[-1], state.dtype
+    with states.writing(begun + 1 if begun else 0) as write:
+        if not begun:
+            write(state)
+        reading.read(
+            batches,
+            stores,
+            lambda batch: write(run(batch)),
+            advance,
+            begun=begun,
+            stop=False,
+            before_save=states.sync,
+        )
+    return stores
 
 
 def stack_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], dict[Block, int]]:
@@ -107,29 +112,22 @@ def stack_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], di
         raise ValueError(
             f"{type(model).__name__} has two stacks of layers: run it without --layerwise"
         )
-    found: dict[str, dict[Block, int]] = {}
+    lists: dict[str, dict[Block, int]] = {}  # by path: layer of each block
     for block in at:
         parts = block.entry.split(".")
         for k in range(1, len(parts)):
             path = ".".join(parts[:k])
             if parts[k].isdecimal() and isinstance(model.get_submodule(path), nn.ModuleList):
-                found.setdefault(path, {})[block] = int(parts[k])
+                lists.setdefault(path, {})[block] = int(parts[k])
                 break
-    if len(found) != 1 or sum(map(len, found.values())) != len(at):
+    if len(lists) != 1 or sum(map(len, lists.values())) != len(at):
         raise ValueError(
             f"the blocks of {type(model).__name__} are not in one list of layers: run it without "
             "--layerwise"
         )
-    ((path, where),) = found.items()
+    ((path, where),) = lists.items()
     layers: Any = model.get_submodule(path)
     return list(layers), where
-
-
-def _from_files(course: Course, own: Sequence[Block]) -> list[BlockStore]:
-    """Blocks that were done before the last kill."""
-    if course.saves is None or course.ranks.rank:
-        return []
-    return [read_store(course.saves.folder, b) for b in own]
 
 
 @contextmanager
@@ -141,90 +139,64 @@ def _folder(course: Course) -> Iterator[Path]:
         yield Path(name)
 
 
-class _Walk:
-    """One layer after another, each over all windows."""
+class _Stack:
+    """A model's layers, run one at a time."""
 
     def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
-        net: Any = backbone(model)
-        self.model, self.net, self.layers = model, net, layers
-        self.device, self.extra = device_of(model), call_options(net)
-        takes = "inputs_embeds" in inspect.signature(net.forward).parameters
-        table: Any = net.get_input_embeddings() if takes else None
-        self.embedded = getattr(table, "embedding_dim", None)  # width of what may stand for tokens
+        self.model, self.layers, self.forward = model, layers, Forward(model)
+        net: Any = self.forward.net
+        takes_embeddings = "inputs_embeds" in inspect.signature(net.forward).parameters
+        table: Any = net.get_input_embeddings() if takes_embeddings else None
+        self.embedding_width = getattr(table, "embedding_dim", None)
         self.extras = -1  # values that a layer returns beside hidden states; -1: it is no tuple
 
-    def layer(
-        self,
-        i: int,
-        states: States,
-        hearing: Hearing,
-        course: Course,
-        progress: Advance | None,
-    ) -> None:
-        """All windows through layer i, their rows into the stores."""
-        saves, stores = course.saves, list(hearing.stores.values())
-        begun = saves.resume(stores) if saves and stores else 0
-        beginning = self.run(i, states.pieces[0].inputs, states.before(0))
-        states.width, states.dtype = beginning.shape[-1], beginning.dtype
-        with states.writing(begun + 1 if begun else 0) as write, hearing:
-            if not begun:
-                write(beginning)
-            for number, piece in enumerate(states.pieces[1:], 1):
-                if number > begun:
-                    with hearing.of(piece, stop=False):
-                        write(self.run(i, piece.inputs, states.before(number)))
-                    if saves and stores and saves.due:
-                        states.sync()
-                        saves.tick(stores, number)
-                if progress is not None:
-                    progress(piece.tokens)
-
     def run(self, i: int, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
-        """What layer i makes of hidden states, or of tokens if there are none yet."""
-        found: list[Any] = []
-
-        def stop(_: nn.Module, args: Any, output: Any) -> None:
-            found.append(output)
-            raise _Done
-
+        """Hidden states after layer i, from those before it, or from tokens if there are none yet."""
         answers: dict[nn.Module, Any] = {}
         if state is not None:
-            state = state.to(self.device)
+            state = state.to(self.forward.device)
             whole = state if self.extras < 0 else (state, *[None] * self.extras)
             answers = dict.fromkeys(self.layers[:i], whole)
-            # what comes before the layers is thrown away: spare its weights
-            if state.shape[-1] == self.embedded:
+            if state.shape[-1] == self.embedding_width:  # the embedding's weights are not needed
                 inputs = {"inputs_embeds": state, **inputs}
                 del inputs["input_ids"]
-        handle = self.layers[i].register_forward_hook(stop)
+        with answering(answers):
+            return self._output(i, inputs, stop=True)
+
+    def _output(self, i: int, inputs: dict[str, Tensor], stop: bool) -> Tensor:
+        """The hidden states that layer i returns in one forward."""
+        outputs: list[Any] = []
+
+        def keep(_: nn.Module, args: Any, output: Any) -> None:
+            outputs.append(output)
+            if stop:
+                raise StopForward
+
+        handle = self.layers[i].register_forward_hook(keep)
         try:
-            with torch.no_grad(), answering(answers), suppress(_Done):
-                self.net(**{k: v.to(self.device) for k, v in inputs.items()}, **self.extra)
+            self.forward(inputs)
         finally:
             handle.remove()
-        if len(found) != 1:
-            raise RuntimeError(f"layer {i} ran {len(found)} times in one forward")
-        return self._state(found[0])
-
-    def _state(self, output: Any) -> Tensor:
-        """The hidden states in what a layer returned; what else is in it (attention) nobody reads."""
+        if len(outputs) != 1:
+            raise RuntimeError(f"layer {i} ran {len(outputs)} times in one forward")
+        output = outputs[0]
         self.extras = len(output) - 1 if isinstance(output, tuple) else -1
         state: Tensor = output[0] if self.extras >= 0 else output
         return state
 
     def check(self, inputs: dict[str, Tensor], last: int) -> None:
-        """Of a family that nobody has tried: do layers pass nothing else to one another?
+        """For an unknown family: refuse it if layers pass anything but hidden states.
 
-        Two batches take turns, so that what one leaves behind somewhere meets the other.
+        Two batches take turns, so that state that one leaves in the model changes the other.
         """
         ids = inputs["input_ids"]
         batches = [inputs, inputs | {"input_ids": ids[:, :1].expand_as(ids)}]
-        want = [self._plain(batch, last) for batch in batches]
+        wanted = [self._output(last, batch, stop=False).float() for batch in batches]
         states: list[Any] = [None, None]
         for i in range(last + 1):
             with resident([self.layers[i]]):
                 states = [self.run(i, *pair) for pair in zip(batches, states, strict=True)]
-        for state, plain in zip(states, want, strict=True):
+        for state, plain in zip(states, wanted, strict=True):
             near = 1e-3 * float(plain.std())
             if not torch.allclose(state.float(), plain, rtol=1e-3, atol=near):
                 raise ValueError(
@@ -232,43 +204,32 @@ class _Walk:
                     "another: run it without --layerwise"
                 )
 
-    def _plain(self, inputs: dict[str, Tensor], last: int) -> Tensor:
-        """What the last layer says when the whole model runs."""
-        found: list[Any] = []
-        handle = self.layers[last].register_forward_hook(lambda _, args, out: found.append(out))
-        try:
-            with torch.no_grad():
-                self.net(**{k: v.to(self.device) for k, v in inputs.items()}, **self.extra)
-        finally:
-            handle.remove()
-        return self._state(found[-1]).float()
-
 
 class States:
-    """Hidden states of all batches between two layers, in a file; batch 0 is the beginning's.
+    """Hidden states of all batches between two layers, in a file; batch 0 is the text's beginning.
 
-    The file of layer i holds what enters it, each batch with a checksum. It goes when layer i + 1 is
-    done, so that a kill at any moment leaves the last complete one.
+    The file of layer i holds what enters it, each batch with a checksum. It is removed when layer
+    i + 1 is done, so that an interruption at any moment leaves the last complete one.
     """
 
-    def __init__(self, folder: Path, batches: Sequence[Piece], asked: Mapping[str, Any]) -> None:
-        self.folder, self.pieces, self.asked = folder, list(batches), clean(dict(asked))
+    def __init__(self, folder: Path, batches: Sequence[Batch], asked: Mapping[str, Any]) -> None:
+        self.folder, self.batches, self.asked = folder, list(batches), clean(dict(asked))
+        self.place = {batch.number: k for k, batch in enumerate(self.batches)}
         self.layer, self.width, self.dtype, self.extras = 0, 0, torch.float32, -1
-        self.sizes = [tuple(p.inputs["input_ids"].shape) for p in self.pieces]
+        self.sizes = [tuple(batch.inputs["input_ids"].shape) for batch in self.batches]
         self.starts = [0, *accumulate(math.prod(size) for size in self.sizes)]
         self.file: Any = None
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "states.json").is_file():
-            self._take_up(read_json(folder / "states.json", "states"))
+            self._resume(read_json(folder / "states.json", "states"))
 
-    def _take_up(self, said: dict[str, Any]) -> None:
-        if said.get("asked") != self.asked:  # of another text, say, which was killed here
+    def _resume(self, about: dict[str, Any]) -> None:
+        if about.get("asked") != self.asked:  # an interrupted profile of something else
             return
-        found: list[Any] = [said.get(name) for name in ("layer", "width", "extras")]
-        layer, width, extras = found
-        dtype = DTYPES.get(str(said.get("dtype")))
-        numbers = all(type(n) is int for n in found)
-        if not numbers or dtype is None or min(layer, width) < 1:
+        numbers: list[Any] = [about.get(name) for name in ("layer", "width", "extras")]
+        layer, width, extras = numbers
+        dtype = DTYPES.get(str(about.get("dtype")))
+        if any(type(n) is not int for n in numbers) or dtype is None or min(layer, width) < 1:
             raise ValueError(f"{self.folder / 'states.json'} is damaged: pass --overwrite")
         self.layer, self.width, self.dtype, self.extras = layer, width, dtype, min(extras, 16)
 
@@ -281,7 +242,7 @@ class States:
 
     @contextmanager
     def writing(self, begun: int) -> Iterator[Callable[[Tensor], None]]:
-        """Write what enters the next layer, after the first batches, which are there."""
+        """Write what enters the next layer, after the first `begun` batches, which are there."""
         path = self._path(self.layer + 1)
         with path.open("r+b" if begun else "wb") as self.file:
             if begun:
@@ -302,14 +263,12 @@ class States:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def before(self, number: int) -> Tensor | None:
-        """What enters the layer at hand; None before the first."""
+    def before(self, batch: Batch) -> Tensor | None:
+        """What enters the current layer; None before the first."""
         if self.layer == 0:
             return None
-        path, size = (
-            self._path(self.layer),
-            self._start(number + 1) - self._start(number) - CHECKSUM,
-        )
+        path, number = self._path(self.layer), self.place[batch.number]
+        size = self._start(number + 1) - self._start(number) - CHECKSUM
         with path.open("rb") as file:
             file.seek(self._start(number))
             data, checksum = bytearray(file.read(size)), file.read(CHECKSUM)
@@ -318,7 +277,7 @@ class States:
         return torch.frombuffer(data, dtype=self.dtype).view(*self.sizes[number], self.width)
 
     def advance(self, layer: int) -> None:
-        """The layer before this one is done with."""
+        """The layers before this one are done."""
         self.layer = layer
         about = {"kind": "states", "schema": SCHEMA, "layer": layer, "width": self.width}
         about |= {"dtype": str(self.dtype).removeprefix("torch."), "extras": self.extras}

@@ -2,8 +2,8 @@
 
     result = merge_runs(["runs/0", "runs/1"], "runs/all")
 
-Moments add up; scores and maps are made anew from the sums, block by block, so that two blocks' worth
-of memory suffices. Runs that cannot add up (another model, other folds, the same rows twice) are
+Moments add up; scores and maps are computed from the sums, one block at a time, so that memory for
+two blocks suffices. Runs that cannot add up (another model, other folds, the same rows twice) are
 refused with what differs.
 """
 
@@ -17,21 +17,20 @@ from typing import Any
 
 from howlinear.linear.folds import Folds, RowSplit, Split
 from howlinear.linear.stores import BlockStore, name_of
-from howlinear.profiling.profiler import Profile, check_store, twin_differences
-from howlinear.profiling.scores import measure, measure_expert
+from howlinear.profiling.profiler import Profile, check_store, measure_store, twin_differences
+from howlinear.profiling.scores import Measured
 from howlinear.records.fields import BlockExpert, BlockProfile
-from howlinear.records.files import read_json
 from howlinear.run.folder import RunFolder
-from howlinear.run.tensors import read_store, save_moments, saved_maps, write_map
+from howlinear.run.tensors import read_store, save_moments, saved_maps
 
-# what must be the same: (part of the head, names in it)
+# what must be the same in model and settings
 MODEL = ("family", "revision", "parameters", "dtype", "quantization", "weights")
 SETTINGS = ("protocol", "folds", "solver", "precision", "experts", "seed", "window", "bos")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One block as a head lists it."""
+class BlockId:
+    """A block or expert as a run lists it."""
 
     index: int
     path: str
@@ -39,51 +38,53 @@ class Piece:
     d_out: int
     expert: str = ""
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> BlockId:
+        names = ("index", "path", "d_in", "d_out")
+        block = cls(**{name: data[name] for name in names}, expert=data.get("expert", ""))
+        numbers = (block.index, block.d_in, block.d_out)
+        if any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError
+        if not isinstance(block.path, str) or not isinstance(block.expert, str):
+            raise ValueError
+        return block
+
 
 @dataclass(frozen=True)
 class Head:
-    """What a run or a shard says of itself."""
+    """profile.json or shard.json of a run."""
 
     folder: Path
     data: dict[str, Any]
-    blocks: list[Piece]
+    blocks: list[BlockId]
 
     @classmethod
     def read(cls, folder: Path) -> Head:
-        kind = "shard" if (folder / "shard.json").is_file() else "profile"
-        if not (folder / f"{kind}.json").is_file() and (folder / "progress.json").is_file():
+        run = RunFolder(folder)
+        kind = "shard" if run.has("shard") else "profile"
+        if not run.has(kind) and run.has("progress"):
             raise ValueError(f"{folder} is not finished: run its command again, it goes on")
-        data = read_json(folder / f"{kind}.json", kind)
+        data = run.read(kind)
         parts = [data.get(name) for name in ("model", "corpus", "settings")]
         listed = data.get("blocks")
         if not all(isinstance(part, dict) for part in parts) or not isinstance(listed, list):
-            raise ValueError(f"{folder / kind}.json lacks model, corpus, settings or blocks")
-        names = ("index", "path", "d_in", "d_out")
-        problem = f"{folder / kind}.json: its settings or blocks are damaged"
+            raise ValueError(f"{run.path(kind)} lacks model, corpus, settings or blocks")
         try:
-            listed = [*listed, *data.get("experts", [])]
-            blocks = [
-                Piece(**{name: b[name] for name in names}, expert=b.get("expert", ""))
-                for b in listed
-            ]
-        except (KeyError, TypeError, AttributeError):
-            raise ValueError(problem) from None
-        for b in blocks:
-            numbers = all(type(n) is int and n >= 0 for n in (b.index, b.d_in, b.d_out))
-            if not numbers or not isinstance(b.path, str) or not isinstance(b.expert, str):
-                raise ValueError(problem)
-        settings, text = data["settings"], data["corpus"].get("fingerprint")
-        shard = settings.get("shard") or [0, 1]
-        counts = [settings.get("tokens"), settings.get("read", 0)]
+            blocks = [BlockId.read(b) for b in [*listed, *data.get("experts", [])]]
+            head = cls(folder, data, blocks)
+            head._check()
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ValueError(f"{run.path(kind)}: its settings or blocks are damaged") from None
+        return head
+
+    def _check(self) -> None:
+        shard, text = self.settings.get("shard") or [0, 1], self.text
+        counts = [self.settings.get("tokens"), self.settings.get("read", 0)]
         fine = isinstance(shard, list) and len(shard) == 2 and all(type(n) is int for n in shard)
         fine = fine and 0 <= shard[0] < shard[1] and all(type(n) is int for n in counts)
-        if (
-            not fine
-            or not isinstance(text, str | None)
-            or len(set(map(name_of, blocks))) < len(blocks)
-        ):
-            raise ValueError(problem)
-        return cls(folder, data, blocks)
+        fine = fine and isinstance(text, str | None)
+        if not fine or len(set(map(name_of, self.blocks))) < len(self.blocks):
+            raise ValueError
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,18 +97,19 @@ class Head:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this one has read."""
+        """Tokens that this run or shard has read."""
         return int(self.settings.get("read", self.settings["tokens"]))
 
     @property
     def text(self) -> Any:
+        """Fingerprint of the text."""
         return self.data["corpus"].get("fingerprint")
 
 
 def merge_runs(
     folders: Sequence[str | Path], out: str | Path, progress: Callable[[int], None] | None = None
 ) -> Profile:
-    """Add the runs up and write the sum; `progress` hears of each block done."""
+    """Add the runs up and write the sum; `progress` is called with 1 for each block done."""
     out, heads = Path(out), [Head.read(Path(folder)) for folder in folders]
     if len(heads) < 2:
         raise ValueError("one run has nothing to be added to: name two or more")
@@ -120,40 +122,46 @@ def merge_runs(
         settings.pop(name, None)
     folds = settings.get("folds")
     split: Split = Folds(folds) if type(folds) is int else RowSplit(settings["tokens"])
-    part = out.with_name(f".{out.name}.part")  # the whole is there, or nothing of it
+    part = out.with_name(f".{out.name}.part")  # renamed when it is whole
     shutil.rmtree(part, ignore_errors=True)
-    records: list[BlockProfile] = []
-    experts: list[BlockExpert] = []
+    records: list[BlockProfile | BlockExpert] = []
     differences: dict[int, float] = {}
-    for b in heads[0].blocks:
-        store = _added(heads, b, notes)
-        save_moments(part, store)
-        if b.expert:
-            found = measure_expert(store, split, settings["tokens"])
-            experts.append(found.record)
-            if found.affine is not None and found.r2_by_feature is not None:
-                write_map(part, found.record, found.affine, found.r2_by_feature)
-            continue
-        check_store(store, split)
-        measured = measure(store, split)
-        write_map(part, measured.record, measured.affine, measured.r2_by_feature)
+    for block in heads[0].blocks:
+        store = _added(heads, block, notes)
+        measured = _measured(store, split, settings["tokens"], part)
         records.append(measured.record)
         differences |= twin_differences([store], [measured], split)
-        if progress is not None:
+        if progress is not None and not block.expert:
             progress(1)
+    _replace(out, part)
+    settings["precision_difference"] = differences or None
+    whole = [r for r in records if isinstance(r, BlockProfile)]
+    experts = [r for r in records if isinstance(r, BlockExpert)]
+    return Profile(whole, *saved_maps(out, whole), [], settings, _about(heads, notes), experts)
+
+
+def _measured(store: BlockStore, split: Split, tokens: int, folder: Path) -> Measured[Any]:
+    """The scores of a block; its moments and its map are written."""
+    save_moments(folder, store)
+    if not getattr(store.block, "expert", ""):
+        check_store(store, split)
+    measured = measure_store(store, split, tokens)
+    measured.save_map(folder)
+    return measured
+
+
+def _replace(out: Path, part: Path) -> None:
+    """Put moments and maps in the place of whatever the folder holds."""
     out.mkdir(parents=True, exist_ok=True)
     RunFolder(out).remove_results()
     RunFolder(out).remove_progress()
     for name in ("moments", "maps"):
         (part / name).rename(out / name)
     part.rmdir()
-    maps, features = saved_maps(out, records)
-    settings["precision_difference"] = differences or None
-    return Profile(records, maps, features, [], settings, _about(heads, notes), experts)
 
 
 def check_addable(heads: Sequence[Head]) -> None:
-    """Refuse runs of different models, protocols or blocks, and say what differs."""
+    """Refuse runs of different models, protocols or blocks; name what differs."""
     first = heads[0]
     for other in heads[1:]:
         pairs = [(name, h.data["model"].get(name)) for name in MODEL for h in (first, other)]
@@ -174,15 +182,15 @@ def check_addable(heads: Sequence[Head]) -> None:
 
 
 def check_shards(heads: Sequence[Head]) -> list[str]:
-    """Refuse the same rows twice; say what is missing of a text that was divided."""
+    """Refuse the same rows twice; notes about shards that are missing."""
     notes = []
     by_text: dict[Any, list[Head]] = {}
     for head in heads:
         by_text.setdefault(head.text, []).append(head)
-    for own in by_text.values():
+    for same_text in by_text.values():
         seen: dict[int, Head] = {}
-        first = own[0]
-        for head in own:
+        first = same_text[0]
+        for head in same_text:
             same = [first.shard[1] == head.shard[1]]
             same += [
                 first.settings.get(n) == head.settings.get(n) for n in ("tokens", "batch_size")
@@ -202,8 +210,8 @@ def check_shards(heads: Sequence[Head]) -> list[str]:
     return notes
 
 
-def _added(heads: Sequence[Head], block: Piece, notes: list[str]) -> BlockStore:
-    """Everybody's rows of one block."""
+def _added(heads: Sequence[Head], block: BlockId, notes: list[str]) -> BlockStore:
+    """Rows of one block from all runs."""
     total = read_store(heads[0].folder, block)
     weight = total.n
     for head in heads[1:]:
@@ -224,7 +232,7 @@ def _added(heads: Sequence[Head], block: Piece, notes: list[str]) -> BlockStore:
 def _with_units_in_common(
     a: BlockStore, b: BlockStore, notes: list[str]
 ) -> tuple[BlockStore, BlockStore]:
-    """Two texts may choose different sink units: those that both chose first stay."""
+    """Two texts may choose different sink units: the first ones that they share are kept."""
     one, two = a.known.units or [], b.known.units or []
     if one == two:
         return a, b
@@ -244,7 +252,7 @@ def _about(heads: Sequence[Head], notes: list[str]) -> dict[str, Any]:
         name: first[name] for name in ("model", "corpus", "asked", "versions") if name in first
     }
     if any(h.text != heads[0].text for h in heads):
-        about.pop("asked", None)  # several texts: there is no one text to hold out from
+        about.pop("asked", None)  # several texts: no one text to hold out from
         names = dict.fromkeys(str(h.data["corpus"].get("name")) for h in heads)
         about["corpus"] = {
             "name": " + ".join(names),

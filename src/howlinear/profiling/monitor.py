@@ -136,9 +136,11 @@ class LinearityMonitor:
             with evaluating(self.model), torch.autocast(self._device.type, enabled=False):
                 self.latest = profile(
                     self.model,
-                    self.windows.split(self.batch_size),
+                    self.windows,
                     at=self.blocks,
                     folds=self.folds,
+                    signal=False,
+                    batch_size=self.batch_size,
                 )
             row["blocks"] = [
                 {name: getattr(b, name) for name in MONITORED} for b in self.latest.blocks

@@ -1,18 +1,19 @@
-"""One block's moments -> its scores, the map that is saved, and how sure both are.
+"""One block's moments -> its scores with standard errors, and the map that is saved.
 
     measured = measure(store, split)
     measured.record.r2, measured.record.r2_se, measured.affine
 
 Every held-out group is scored with the map fitted on the others; the saved map is fitted on all
-rows. About 14 factorisations of the width a block with 5 folds, O(d^3) each; no rows are read but
-the bounded sample that `stream_error` needs.
+rows. With 5 folds a block takes about 14 factorisations, O(d^3) each. No rows are read but the
+bounded sample for `stream_error`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,63 +24,66 @@ from howlinear.linear.folds import Folds, Split
 from howlinear.linear.row_sample import RowSample
 from howlinear.linear.scoring import Score, effective_rank, input_stats, r2_se, score, spectrum
 from howlinear.linear.solving import solve
-from howlinear.linear.stores import BlockStore, OutNorm
+from howlinear.linear.stores import BlockStore, Known, OutNorm
 from howlinear.records.fields import BlockExpert, BlockProfile
 from howlinear.records.verdicts import kind_of, safety_of
+from howlinear.run.tensors import map_tensors, write_map
 
 ENOUGH = 4  # rows a column to score an expert by: with fewer, held-out R2 is off by (1 - R2) / 3
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """One block's record, the map that is saved, and the R2 of each output feature."""
-
-    record: BlockProfile
-    affine: Affine
-    r2_by_feature: Tensor
+R = TypeVar("R", BlockProfile, BlockExpert)
 
 
 @dataclass(frozen=True, eq=False)
-class MeasuredExpert:
-    """One expert's record, and its map where it was given enough tokens to fit one."""
+class Measured(Generic[R]):
+    """A record; the map fitted on all rows with the R2 of each output feature, if there is a map."""
 
-    record: BlockExpert
+    record: R
     affine: Affine | None = None
     r2_by_feature: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The map as tensors that can be sent to another rank; none without a map."""
+        if self.affine is None or self.r2_by_feature is None:
+            return {}
+        return map_tensors(self.affine, self.r2_by_feature)
 
-def measure(store: BlockStore, split: Split) -> Measured:
+    @classmethod
+    def received(cls, record: R, tensors: dict[str, Tensor]) -> Measured[R]:
+        """From what `tensors` gave on another rank."""
+        if not tensors:
+            return cls(record)
+        affine = Affine(tensors["weight"], tensors["bias"], int(tensors["rank"]))
+        return cls(record, affine, tensors["r2_by_feature"])
+
+    def save_map(self, folder: Path) -> None:
+        """Write the map to a run folder, if there is one."""
+        if self.affine is not None and self.r2_by_feature is not None:
+            write_map(folder, self.record, self.affine, self.r2_by_feature)
+
+
+def measure(store: BlockStore, split: Split) -> Measured[BlockProfile]:
     """Score every held-out group with the map fitted on the others; fit the saved map on all."""
-    known = store.known
-    block, held = store.block, split.held(store.sizes)
-    folds = isinstance(split, Folds)  # one split has no spread
-    crossed = _cross_validate(store, held, around_fit=not folds)
+    known, block, held = store.known, store.block, split.held(store.sizes)
+    crossed = _cross_validate(store, held, around_fit=not isinstance(split, Folds))
     total = Score.pooled(crossed.scores)
-    r2_body = Score.pooled(crossed.body).r2 if crossed.body else math.nan
     full = merged([*store.body, *store.first], block.d_in)
     affine, _ = solve(full)
-    first_share = _first_share(store, held)
+    first_share, signal = _first_share(store, held), _swap_signal(known, total)
     stream, stream_se = _stream_error(store.sample, crossed.maps, known.norm)
     n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
     rank = crossed.effective_rank
     rank_share = math.inf if rank is None else rank / block.d_out
-    signal = None
-    if known.care is not None:
-        signal = 0.5 * float((known.care * total.ss_res.cpu()).sum()) / total.weight
+    r2s = _r2_fields(crossed, total, isinstance(split, Folds))
     record = BlockProfile(
         index=block.index,
         path=block.path,
         d_in=block.d_in,
         d_out=block.d_out,
-        kind=kind_of(total.r2, r2_body, total.r2_feature["median"], first_share, rank_share),
+        kind=kind_of(total.r2, r2s["r2_body"], total.r2_feature["median"], first_share, rank_share),
         safety=safety_of(signal, first_share, known.shares),
-        r2=total.r2,
-        r2_se=r2_se(crossed.scores) if folds else None,
-        r2_body=r2_body,
-        r2_body_se=r2_se(crossed.body) if folds and crossed.body else None,
-        r2_scalar=total.r2_scalar,
-        r2_feature=total.r2_feature,
-        r2_curve=[total.r2 + gain for gain in (*crossed.gains, 0.0)] if folds else None,
+        **r2s,
         first_share=first_share,
         sink_units=known.units,
         sink_shares=known.shares,
@@ -94,46 +98,62 @@ def measure(store: BlockStore, split: Split) -> Measured:
         n_fit=n_fit,
         n_heldout=total.n,
         rows_per_column=n_fit / block.d_in,
-        fold_sums=[s.sums() for s in crossed.scores] if folds else None,
         map_spectrum=spectrum(torch.linalg.svdvals(affine.weight)),
     )
     return Measured(record, affine, total.r2_by_feature)
 
 
-def measure_expert(store: BlockStore, split: Split, tokens: int) -> MeasuredExpert:
-    """Score an expert on the rows that it was given, of a text of so many tokens; or say why not."""
+def _r2_fields(crossed: Crossed, total: Score, folds: bool) -> dict[str, Any]:
+    """Every field of a record that is an R2; one split has no standard errors and no curve."""
+    body = crossed.body
+    return {
+        "r2": total.r2,
+        "r2_se": r2_se(crossed.scores) if folds else None,
+        "r2_body": Score.pooled(body).r2 if body else math.nan,
+        "r2_body_se": r2_se(body) if folds and body else None,
+        "r2_scalar": total.r2_scalar,
+        "r2_feature": total.r2_feature,
+        "r2_curve": [total.r2 + gain for gain in (*crossed.gains, 0.0)] if folds else None,
+        "fold_sums": [s.sums() for s in crossed.scores] if folds else None,
+    }
+
+
+def _swap_signal(known: Known, total: Score) -> float | None:
+    """Estimated KL divergence of a swap, nats a token: half of squared gradients x squared errors."""
+    if known.care is None:
+        return None
+    return 0.5 * float((known.care * total.ss_res.cpu()).sum()) / total.weight
+
+
+def measure_expert(store: BlockStore, split: Split, tokens: int) -> Measured[BlockExpert]:
+    """Score an expert on its rows, out of a text of so many tokens; `problem` if they are too few."""
     block, sizes, d = store.block, store.sizes, store.block.d_in
     fit = sum(sizes) - max(sizes) if isinstance(split, Folds) else sizes[0]
-    known: dict[str, Any] = {
+    record: dict[str, Any] = {
         name: getattr(block, name) for name in ("index", "expert", "path", "d_in", "d_out")
     }
-    known |= {
-        "tokens": store.n,
-        "share": store.n / tokens,
-        "n_fit": fit,
-        "rows_per_column": fit / d,
-    }
-    scores = [f.name for f in fields(BlockExpert) if f.name not in {*known, "problem"}]
+    record |= {"tokens": store.n, "share": store.n / tokens}
+    record |= {"n_fit": fit, "rows_per_column": fit / d, "problem": None}
+    scores = [f.name for f in fields(BlockExpert) if f.name not in record]
     if sum(size > 0 for size in sizes) < 2 or fit < ENOUGH * d:
         wanted = math.ceil(tokens * ENOUGH * d / fit) if fit else 0
         more = f"about {wanted} tokens would do (--tokens)" if wanted else "hardly a token came"
-        problem = f"{fit} rows to fit {d} columns, fewer than {ENOUGH} each: {more}"
-        known |= dict.fromkeys(scores)
-        return MeasuredExpert(BlockExpert(**known, problem=problem))
-    found = measure(store, split)
-    known |= {name: getattr(found.record, name) for name in scores}
-    return MeasuredExpert(BlockExpert(**known, problem=None), found.affine, found.r2_by_feature)
+        record["problem"] = f"{fit} rows to fit {d} columns, fewer than {ENOUGH} each: {more}"
+        return Measured(BlockExpert(**(record | dict.fromkeys(scores))))
+    measured = measure(store, split)
+    record |= {name: getattr(measured.record, name) for name in scores}
+    return Measured(BlockExpert(**record), measured.affine, measured.r2_by_feature)
 
 
 @dataclass(frozen=True, eq=False)
 class Crossed:
-    """What fitting on all groups but one and scoring that one gave."""
+    """Each held-out group scored with the map fitted on the others."""
 
-    scores: list[Score]  # one a held-out group
+    scores: list[Score]  # one for each held-out group
     body: list[Score]  # the same without first positions, in the fit and in the score
-    maps: dict[int, Affine]  # by the group that did not take part
-    effective_rank: int | None  # by the last group
-    gains: list[float]  # of fewer fit rows, by the last group: what the learning curve is made of
+    maps: dict[int, Affine]  # by held-out group
+    effective_rank: int | None  # on the last held-out group
+    gains: list[float]  # in R2 by fitting fewer groups, on the last held-out group
 
 
 def _cross_validate(store: BlockStore, held: list[int], around_fit: bool) -> Crossed:
@@ -156,12 +176,12 @@ def _cross_validate(store: BlockStore, held: list[int], around_fit: bool) -> Cro
 
 
 def _curve(store: BlockStore, rest: list[int], test: Accumulator, full: Score) -> list[float]:
-    """What fitting on 1, 2, ... groups fewer than all of `rest` changes, on one held-out group.
+    """R2 on one held-out group when fitted on 1, 2, ... groups of `rest`, less R2 fitted on all.
 
-    One group is enough: all points share its rows, so its own difficulty cancels.
+    One held-out group is enough: all points share its rows, so its own difficulty cancels.
     """
-    gains, d = [], store.block.d_in
-    train = None
+    gains, d = list[float](), store.block.d_in
+    train: Accumulator | None = None
     for g in rest[:-1]:
         body = store.body[g].narrow(d)
         train = body if train is None else train.merge(body)
@@ -192,11 +212,8 @@ def _stream_error(
     ratios = []
     for f, affine in maps.items():
         at = sample.group == f
-        x, y, size = (
-            sample.x[at, : affine.d_in].double(),
-            sample.y[at].double(),
-            sample.stream[at].double(),
-        )
+        x, y = sample.x[at, : affine.d_in].double(), sample.y[at].double()
+        size = sample.stream[at].double()
         guess = affine(x.to(affine.weight.device)).cpu()
         if norm is not None:
             y, guess = norm(y), norm(guess)
