@@ -18,7 +18,7 @@ def copied(little, tmp_path):
 
 
 def test_swap_prints_a_table_and_writes_a_file(little):
-    done = run("swap", little / "run", "--tokens", "600", "--protocol", "windows-32")
+    done = run("swap", little / "run", "--tokens", "600", "--eval", "windows-32")
     assert done.returncode == 0, done.stderr
     data = json.loads((little / "run" / "swap.json").read_text())
     assert [b["index"] for b in data["blocks"]] == [0, 1, 2]
@@ -42,7 +42,7 @@ def test_swap_prints_a_table_and_writes_a_file(little):
 
 @pytest.mark.parametrize("protocol", ["stride-64-32", "gptq-128"])
 def test_json_is_one_document_under_any_protocol(little, here, protocol):
-    flags = ("--tokens", "300", "--units", "1", "--blocks", "1", "--protocol", protocol, "--json")
+    flags = ("--tokens", "300", "--units", "1", "--blocks", "1", "--eval", protocol, "--json")
     done = here("swap", little / "run", *flags)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
@@ -52,7 +52,7 @@ def test_json_is_one_document_under_any_protocol(little, here, protocol):
 
 
 def test_weightings_read_the_fit_text_again(little, here):
-    flags = ("--tokens", "200", "--units", "0", "--blocks", "1", "--protocol", "windows-32")
+    flags = ("--tokens", "200", "--units", "0", "--blocks", "1", "--eval", "windows-32")
     seen = set()
     for weighting in ("none", "body", "stream", "output"):
         done = here("swap", little / "run", *flags, "--weighting", weighting, "--json")
@@ -79,9 +79,9 @@ def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path
         (["--blocks", "("], "not a regular expression"),
         (["--units", "3"], "3"),
         (["--weighting", "best"], "best"),
-        (["--protocol", "sliding"], "unknown protocol 'sliding'"),
-        (["--protocol", "windows-1"], "2 tokens or more"),
-        (["--protocol", "gptq-100000"], "one window takes 100000"),
+        (["--eval", "sliding"], "unknown protocol 'sliding'"),
+        (["--eval", "windows-1"], "2 tokens or more"),
+        (["--eval", "gptq-100000"], "one window takes 100000"),
         (["--tokens", "0"], "tokens"),
     ],
 )
@@ -118,7 +118,7 @@ def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complai
 
 
 def test_windows_longer_than_the_positions_are_shortened(little, here):
-    flags = ("--tokens", "300", "--units", "0", "--blocks", "1", "--protocol", "windows-4096")
+    flags = ("--tokens", "300", "--units", "0", "--blocks", "1", "--eval", "windows-4096")
     done = here("swap", little / "run", *flags, "--json")
     assert "all that the model has positions for" in done.stderr
     assert json.loads(done.stdout)["base"]["protocol"] == "windows-512"

@@ -11,7 +11,7 @@ import pytest
 
 import shown
 from howlinear.cli import app
-from howlinear.cli.parts import progress_bars
+from howlinear.cli.progress import progress_bars
 from howlinear.cli.tables.printer import terminal_console
 from howlinear.records.files import SCHEMA, write_json
 

@@ -1,7 +1,7 @@
-"""The command. Thin: read flags, call the library, show what came back.
+"""The command `howlinear`: its subcommands, and errors as one line.
 
-Tables go to stdout and progress to stderr; `--json` prints one document and nothing else. What a
-user can get wrong is answered in one line and exit code 2.
+Tables go to stdout and progress to stderr; `--json` prints one document and nothing else. A user's
+mistake is one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import howlinear
 from howlinear.cli.bench import bench
@@ -20,11 +21,9 @@ from howlinear.cli.compare import compare
 from howlinear.cli.compress import compress
 from howlinear.cli.control import control
 from howlinear.cli.merge import merge
-from howlinear.cli.parts import (
-    follows,
-)
 from howlinear.cli.probe import probe
 from howlinear.cli.profile import profile
+from howlinear.cli.progress import follows
 from howlinear.cli.report import report
 from howlinear.cli.reproduce import reproduce
 from howlinear.cli.swap import swap
@@ -34,24 +33,45 @@ from howlinear.records.escaping import escaped
 READERS = ("compare", "merge", "report")  # commands that run no model
 INTERRUPTED = 130  # exit code, as of a shell
 
-# typer brings a click of its own in some versions and asks for the real one in others
+# typer contains a copy of click in some versions and imports click in others
 UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+ORDER = [
+    "profile",
+    "swap",
+    "report",
+    "compress",
+    "probe",
+    "compare",
+    "control",
+    "merge",
+    "reproduce",
+    "bench",
+]
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Commands in the order of `--help`; typer puts groups last."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
 
 app = typer.Typer(
     name="howlinear",
+    cls=_Commands,
     help="How linear is each feed-forward block of a transformer, and how sure are we?",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
-for command in (profile, merge, report, reproduce, compare, swap, probe, compress, bench):
+for command in (profile, swap, report, compress, probe, compare, merge, reproduce, bench):
     app.command()(command)
 app.add_typer(control, name="control")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"howlinear {howlinear.__version__}")
         raise typer.Exit
 
@@ -69,15 +89,15 @@ def top(
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one line and exit code 2, never a traceback."""
+    """Run the command. A user's mistake is one line and exit code 2, not a traceback."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Escaped("howlinear: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a code instead of a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")  # not a traceback
     try:
         code = app(standalone_mode=False)
-        if code == INTERRUPTED:  # some versions of typer say it this way
+        if code == INTERRUPTED:  # some versions of typer return it
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
@@ -98,7 +118,7 @@ def main() -> None:
 
 
 class _Escaped(logging.Formatter):
-    """Warnings may quote names from outside."""
+    """Escapes control characters: warnings may quote names from files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(escaped, super().format(record).splitlines()))

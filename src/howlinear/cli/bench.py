@@ -1,81 +1,58 @@
-"""`howlinear bench`."""
+"""`howlinear bench`: speed and size of a model, or of two by turns."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from howlinear.cli.parts import (
-    AllowPickle,
-    AsJson,
-    BatchSize,
-    Device,
-    ModelName,
-    TrustRemoteCode,
-    fitting,
-    print_json,
-    say,
-    versions,
-)
+from howlinear.cli import flags
+from howlinear.cli.output import made_by, print_json
+from howlinear.cli.sources import Loader, window_length
 from howlinear.cli.tables.bench import show_bench
 from howlinear.cli.tables.printer import terminal_console
 
+Against = Annotated[
+    str | None,
+    Option(help="A second model, timed by turns; built-in: the built-in model."),
+]
+PrefillTokens = Annotated[int, Option(help="Tokens of each prefill.", min=1)]
+NewTokens = Annotated[int, Option(help="Tokens to decode.", min=1)]
+Repeats = Annotated[int, Option(help="Number of timings of each model.", min=1)]
+
 
 def bench(
-    model: ModelName = None,
-    against: Annotated[
-        str | None, typer.Option(help="A model to take turns with; built-in: the built-in one.")
-    ] = None,
-    max_length: Annotated[int, typer.Option(help="Tokens of prefill.", min=1)] = 512,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.", min=1)] = 32,
-    repeats: Annotated[int, typer.Option(help="How often each is timed.", min=1)] = 5,
-    batch_size: BatchSize = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
-    device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    as_json: AsJson = False,
+    model: flags.ModelName = None,
+    against: Against = None,
+    max_length: PrefillTokens = 512,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 5,
+    batch_size: flags.BatchSize = 1,
+    dtype: flags.Dtype = "float32",
+    device: flags.Device = "cpu",
+    seed: flags.Seed = 0,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    allow_pickle: flags.AllowPickle = False,
+    as_json: flags.AsJson = False,
 ) -> None:
-    """Prefill and decode tokens a second, and sizes."""
+    """Measure prefill and decode speed in tokens a second, and sizes."""
     from howlinear.losses import speed
     from howlinear.models import loading
 
-    def loaded(name: str | None) -> tuple[Any, Any]:
-        say(f"loading {name or 'the built-in model'}")
-        return loading.load(
-            name,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-        )
-
-    net, tokenizer = loaded(model)
-    how: dict[str, Any] = {
-        "length": fitting(net, tokenizer, max_length),
-        "batch": batch_size,
-        "new_tokens": new_tokens,
-        "repeats": repeats,
-        "seed": seed,
-    }
+    loader = Loader(device, trust_remote_code, allow_pickle)
+    net, tokenizer = loader.load(model, dtype=dtype)
+    options = {"length": window_length(net, tokenizer, max_length), "batch": batch_size}
+    options |= {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     result: Any
     if against is None:
-        result = speed.measure(net, folder=model, **how)
+        result = speed.measure(net, folder=model, **options)
     else:
         name = None if against == "built-in" else against
-        other, _ = loaded(name)
-        result = speed.compare_speeds(net, other, folders=(model, name), **how)
+        other, _ = loader.load(name, dtype=dtype)
+        result = speed.compare_speeds(net, other, folders=(model, name), **options)
         result.about["against"] = loading.describe(other, name)
-    result.about.update(
-        model=loading.describe(net, model),
-        command=shlex.join(["howlinear", *sys.argv[1:]]),
-        versions=versions(),
-    )
+    result.about.update(model=loading.describe(net, model), **made_by())
     if as_json:
         print_json(result.to_dict())
-        return
-    show_bench(terminal_console(), result.to_dict())
+    else:
+        show_bench(terminal_console(), result.to_dict())

@@ -1,37 +1,19 @@
-"""`howlinear compress`."""
+"""`howlinear compress`: a smaller model under a budget."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from howlinear.cli.parts import (
-    PARTS,
-    AllowPickle,
-    AsJson,
-    Device,
-    RunFolder,
-    TrustRemoteCode,
-    asked_of,
-    budget_of,
-    fitting,
-    held_out,
-    number_or,
-    progress_bars,
-    room_for_batch,
-    run_model,
-    run_text,
-    say,
-    share_of,
-    show,
-    versions,
-)
+from howlinear.cli import flags
+from howlinear.cli.output import show
+from howlinear.cli.progress import progress_bars, say
+from howlinear.cli.sources import PARTS, Loader, RunSource, window_length
 from howlinear.cli.tables.compress import show_compression
+from howlinear.run import room
 
 
 class Export(StrEnum):
@@ -40,109 +22,153 @@ class Export(StrEnum):
     nemotron_nas = "nemotron-nas"
 
 
+Out = Annotated[Path | None, Option("--out", "-o", help="Folder to write the smaller model to.")]
+MaxIncrease = Annotated[
+    str | None, Option(help="Largest rise of perplexity, as a share; 5% by default.")
+]
+RemoveParams = Annotated[
+    str | None, Option(help="Share of the feed-forward parameters to remove: 20%.")
+]
+ReplacedBlocks = Annotated[
+    str | None, Option(help="Blocks to replace, without planning: 3,5,9-12 or a regex.")
+]
+PlanFile = Annotated[Path | None, Option(help="A plan.json to follow; it may be edited.")]
+Rank = Annotated[
+    str, Option(help="Rank of the matrices: auto, full, 0 for no matrix, or a number.")
+]
+KeepUnits = Annotated[
+    str, Option(help="Hidden units that each replaced block keeps: auto or a number.")
+]
+ExportKind = Annotated[
+    Export,
+    Option(help="Kind of checkpoint. narrow, nemotron-nas: for engines without remote code."),
+]
+AddBiases = Annotated[bool, Option("--add-biases", help="With narrow: enable the family's biases.")]
+Tokens = Annotated[int, Option(help="Tokens to choose by; as many others to report on.", min=256)]
+Curve = Annotated[
+    str | None,
+    Option(help="More sizes to measure, with this method and with baselines: 5%,10%,20%."),
+]
+Baselines = Annotated[bool, Option(help="Measure simpler methods of the same size.")]
+DryRun = Annotated[
+    bool, Option("--dry-run", help="Write plan.json and compress.json, but no model.")
+]
+
+
 def compress(
-    run: RunFolder,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the smaller model.")
-    ] = None,
-    max_ppl_increase: Annotated[
-        str | None, typer.Option(help="How much perplexity may rise; 5% by default.")
-    ] = None,
-    remove_params: Annotated[
-        str | None, typer.Option(help="How many of the feed-forward parameters go: 20%.")
-    ] = None,
-    blocks: Annotated[
-        str | None, typer.Option(help="Blocks to replace, without planning: 3,5,9-12 or a regex.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan.json to follow, perhaps edited by hand.")
-    ] = None,
-    rank: Annotated[
-        str, typer.Option(help="Rank of the matrices: auto, full, 0 for none, or a number.")
-    ] = "auto",
-    keep_units: Annotated[
-        str, typer.Option(help="Hidden units kept in each replaced block: auto or a number.")
-    ] = "auto",
-    export: Annotated[
-        Export, typer.Option(help="narrow and nemotron-nas: for engines without remote code.")
-    ] = Export.hf,
-    add_biases: Annotated[
-        bool, typer.Option("--add-biases", help="narrow: switch on a family's biases for it.")
-    ] = False,
-    tokens: Annotated[
-        int, typer.Option(help="Tokens to choose by, and as many others to report on.", min=256)
-    ] = 4096,
-    curve: Annotated[
-        str | None, typer.Option(help="Measure these sizes too, ours and baselines: 5%,10%,20%.")
-    ] = None,
-    baselines: Annotated[bool, typer.Option(help="Measure simpler ways to remove as much.")] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write plan.json and compress.json, no model.")
-    ] = False,
-    device: Device = "cpu",
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    as_json: AsJson = False,
+    run: flags.RunPath,
+    out: Out = None,
+    max_ppl_increase: MaxIncrease = None,
+    remove_params: RemoveParams = None,
+    blocks: ReplacedBlocks = None,
+    plan: PlanFile = None,
+    rank: Rank = "auto",
+    keep_units: KeepUnits = "auto",
+    export: ExportKind = Export.hf,
+    add_biases: AddBiases = False,
+    tokens: Tokens = 4096,
+    curve: Curve = None,
+    baselines: Baselines = True,
+    dry_run: DryRun = False,
+    device: flags.Device = "cpu",
+    trust_remote_code: flags.TrustRemoteCode = False,
+    allow_pickle: flags.AllowPickle = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    asked, about = asked_of(run)
-    budget = budget_of(max_ppl_increase, remove_params, blocks, plan)
+    source = RunSource(run)
+    amount = _amount(max_ppl_increase, remove_params, blocks, plan)
+    shares = [flags.share_of(part, "--curve") for part in curve.split(",")] if curve else ()
+    settings: dict[str, Any] = {"curve": shares, "baselines": baselines}
+    settings |= {"rank": flags.number_or(rank, "--rank", "auto", "full")}
+    settings |= {"units": flags.number_or(keep_units, "--keep-units", "auto")}
+    if export is Export.nemotron_nas:  # has no place for biases, factors and units
+        settings |= {"rank": "full", "units": 0, "intercept": False}
     if out is None and not dry_run:
         raise ValueError("where to? Name a folder with -o, or pass --dry-run")
 
-    from howlinear.compression import plan as plans
-    from howlinear.compression.compress import CompressSettings, compress_model
     from howlinear.export.write import check_exportable, check_free, write_export
-    from howlinear.losses.protocols import EvalProtocol as Cut
-    from howlinear.models import corpus
-    from howlinear.records.files import read_json, write_json
 
-    chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
     if out is not None:
         check_free(out)
-    text = run_text(run, asked, about)
-    net, tokenizer = run_model(run, asked, about, device, trust_remote_code, allow_pickle)
+    net, tokenizer = source.load(Loader(device, trust_remote_code, allow_pickle))
     if not dry_run:
         check_exportable(net, export.value, add_biases)
-    settings = about["settings"]
-    bos, window, budgeted = settings.get("bos", "auto"), settings["window"], settings["tokens"]
-    fit = corpus.windows(text.fit, tokenizer, window, tokens=budgeted, bos=bos)
-    cut = Cut.parse(f"windows-{fitting(net, tokenizer, 128)}")
-    choose, report = (
-        held_out(part, tokenizer, cut, tokens, bos)[0] for part in (text.choose(), text.report())
-    )
-    room_for_batch(net, run, fit.numel())
-    plain = export is Export.nemotron_nas  # which has no place for biases, factors and units
-    with progress_bars() as begin:
-        result = compress_model(
-            net,
-            run,
-            budget,
-            fit=fit,
-            choose=choose,
-            report=report,
-            plan=chosen,
-            at=blocks,
-            settings=CompressSettings(
-                rank="full" if plain else number_or(rank, "--rank", "auto", "full"),
-                units=0 if plain else number_or(keep_units, "--keep-units", "auto"),
-                intercept=not plain,
-                protocol=cut,
-                curve=[share_of(part, "--curve") for part in curve.split(",")] if curve else (),
-                baselines=baselines,
-            ),
-            progress=begin,
-        )
-    result.about.update(
-        model=about["model"],
-        corpus={"name": text.name, **dict(zip(PARTS, text.parts, strict=True))},
-        command=shlex.join(["howlinear", *sys.argv[1:]]),
-        versions=versions(),
-    )
+    result, report = _compressed(source, net, tokenizer, tokens, amount, settings)
+    where = run / "compress.json"
     if out is not None and not dry_run:
         say(f"writing {out}")
-        write_export(net, tokenizer, result, out, export.value, asked["model"], report, add_biases)
-    write_json(run / "plan.json", result.plan_dict())
-    write_json(run / "compress.json", result.to_dict())
-    where = run / "compress.json" if out is None or dry_run else out
+        model = source.asked["model"]
+        write_export(net, tokenizer, result, out, export.value, model, report, add_biases)
+        where = out
+    source.folder.write(result.plan_dict())
+    source.folder.write(result.to_dict())
     show(result, show_compression, where, as_json)
+
+
+def _amount(
+    max_ppl_increase: str | None, remove_params: str | None, blocks: str | None, plan: Path | None
+) -> dict[str, Any]:
+    """How much to replace: one of four flags, or +5 % perplexity without any."""
+    values = {
+        "--max-ppl-increase": max_ppl_increase,
+        "--remove-params": remove_params,
+        "--blocks": blocks,
+        "--plan": plan,
+    }
+    names = [name for name, value in values.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} ask for different things: give one of them")
+
+    from howlinear.compression import plan as plans
+    from howlinear.compression.plan import Budget
+    from howlinear.records.files import read_json
+
+    if remove_params is not None:
+        budget = Budget(parameters=flags.share_of(remove_params, "--remove-params"))
+    else:
+        budget = Budget(perplexity=flags.share_of(max_ppl_increase or "5%", "--max-ppl-increase"))
+    chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
+    return {"budget": budget, "plan": chosen, "at": blocks}
+
+
+def _compressed(
+    source: RunSource,
+    net: Any,
+    tokenizer: Any,
+    tokens: int,
+    amount: dict[str, Any],
+    settings: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The compression, and the windows that it is reported on."""
+    from howlinear.compression.compress import CompressSettings, compress_model
+    from howlinear.losses.held_out import held_out_tokens
+    from howlinear.losses.protocols import EvalProtocol
+
+    fit = source.fit_windows(tokenizer)
+    cut = EvalProtocol.parse(f"windows-{window_length(net, tokenizer, 128)}")
+    choose, report = (
+        held_out_tokens(part(), tokenizer, cut, tokens, source.bos)[0]
+        for part in (source.text.choose, source.text.report)
+    )
+    _check_memory(net, source, fit.numel())
+    amount |= {"settings": CompressSettings(protocol=cut, **settings)}
+    texts = {"fit": fit, "choose": choose, "report": report}
+    with progress_bars() as begin:
+        result = compress_model(net, source.folder.folder, **amount, **texts, progress=begin)
+    result.about.update(source.about(*PARTS))
+    return result, report
+
+
+def _check_memory(net: Any, source: RunSource, tokens: int) -> None:
+    """Report the memory of a fit that runs the whole text at once, and refuse too much."""
+    from howlinear.compression.refitting import memory
+    from howlinear.models.units import hidden_count
+    from howlinear.profiling.profiler import Profile
+    from howlinear.swapping.swaps import match
+
+    at = [b for b, _ in match(net, Profile.load(source.folder.folder), None)]
+    needed = memory(at, {b: hidden_count(net, b) for b in at}, tokens)
+    subject = f"fitting on {tokens} tokens at once needs"
+    room.check_memory(needed, subject, "profile fewer --tokens")
+    say(f"{tokens} tokens to fit on; about {needed / 1e9:.1f} GB of memory")

@@ -1,32 +1,18 @@
-"""`howlinear control KIND`: is linearity learned, and whose doing is it?"""
+"""`howlinear control KIND`: what is learned, and what follows from the architecture."""
 
 from __future__ import annotations
 
-import shlex
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from howlinear.cli.parts import (
-    AllowPickle,
-    AsJson,
-    BatchSize,
-    Device,
-    TrustRemoteCode,
-    asked_of,
-    fitting,
-    own_device,
-    progress_bars,
-    run_model,
-    run_text,
-    say,
-    show,
-    slug,
-    text_of,
-    versions,
-)
+from howlinear.cli import flags
+from howlinear.cli.output import made_by, show
+from howlinear.cli.progress import progress_bars, say
+from howlinear.cli.sources import Loader, RunSource, window_length
 from howlinear.cli.tables.control import (
     show_cross_feed,
     show_matched,
@@ -34,326 +20,276 @@ from howlinear.cli.tables.control import (
     show_training,
 )
 from howlinear.run import room
-
-SHOW = {"random-init": show_random_init, "matched": show_matched, "cross-feed": show_cross_feed}
+from howlinear.run.folder import RunFolder
 
 control = typer.Typer(
-    help="Experiments that tell what is learned from what is architectural.",
+    help="Run experiments that separate what is learned from what is architectural.",
     no_args_is_help=True,
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
 
-# -- flags
-
 ModelOrRun = Annotated[
     str | None,
-    typer.Argument(help="A run folder, hub id, folder or .gguf file; the built-in model if none."),
+    Argument(
+        help="A run folder, a hub id, a folder or a .gguf file; the built-in model if omitted."
+    ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="Folder to write; the run, or runs/MODEL-control."),
+    Option("--out", "-o", help="Folder to write; the run's, or runs/MODEL-control."),
 ]
-TextFile = Annotated[
+MaxLength = Annotated[int, Option(help="Window length in tokens.", min=2)]
+SeedCount = Annotated[int, Option(help="Number of untrained models.", min=1)]
+Shuffled = Annotated[
+    bool, Option("--shuffled", help="Permute trained weights instead of drawing new ones.")
+]
+ModelA = Annotated[str, Argument(help="Model A: a run folder, a hub id, a folder or a .gguf file.")]
+ModelB = Annotated[str, Argument(help="Model B, of the same width as A.")]
+Pairs = Annotated[str, Option(help="Blocks to pair: same, all, or A:B such as 3:5,4:4.")]
+Checkpoints = Annotated[str, Argument(help="A hub id, or a folder of checkpoint folders.")]
+Revisions = Annotated[
     str | None,
-    typer.Option(help="A utf-8 text, or python-docs, python-code. WikiText-2 by default."),
-]
-Tokens = Annotated[
-    int | None, typer.Option(help="Tokens to read; max(30000, 40 x width) by default.", min=1)
-]
-MaxLength = Annotated[int, typer.Option(help="Window length in tokens.", min=2)]
-FoldCount = Annotated[int, typer.Option(help="Cross-validation folds.", min=2)]
-Blocks = Annotated[
-    str | None, typer.Option(help="Blocks to measure: 3,5,9-12 or a regular expression.")
+    Option(help="Revisions on the hub, or names of folders: step0,step1000,main."),
 ]
 
 
 @control.command("random-init")
 def random_init(
     model: ModelOrRun = None,
-    seeds: Annotated[int, typer.Option(help="How many untrained models.", min=1)] = 3,
-    shuffled: Annotated[
-        bool,
-        typer.Option("--shuffled", help="Permute trained weights instead of drawing fresh ones."),
-    ] = False,
+    seeds: SeedCount = 3,
+    shuffled: Shuffled = False,
     out: Out = None,
-    text_file: TextFile = None,
-    tokens: Tokens = None,
+    text_file: flags.TextFile = None,
+    tokens: flags.Tokens = None,
     max_length: MaxLength = 512,
-    folds: FoldCount = 5,
-    blocks: Blocks = None,
-    batch_size: BatchSize = 8,
-    device: Device = "cpu",
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    as_json: AsJson = False,
+    folds: flags.Folds = 5,
+    blocks: flags.Blocks = None,
+    batch_size: flags.BatchSize = 8,
+    device: flags.Device = "cpu",
+    trust_remote_code: flags.TrustRemoteCode = False,
+    allow_pickle: flags.AllowPickle = False,
+    as_json: flags.AsJson = False,
 ) -> None:
-    """The trained profile against a band of untrained ones, same architecture, same windows."""
-    given = _Given(model, text_file, tokens, max_length, folds, device)
-    net, ids = given.load(trust_remote_code, allow_pickle)
-
+    """Compare the trained profile with untrained models of the same architecture and windows."""
     from howlinear.controls.random_init import random_init as measure
-    from howlinear.run.work import Work
 
+    subject = _Subject.of(model, text_file, tokens, max_length, folds)
+    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
+    options: dict[str, Any] = {
+        "seeds": seeds,
+        "shuffled": shuffled,
+        "at": blocks,
+        "folds": subject.folds,
+    }
     with progress_bars() as begin:
-        result = measure(
-            net,
-            ids,
-            trained=given.trained(blocks),
-            seeds=seeds,
-            shuffled=shuffled,
-            at=blocks,
-            folds=given.folds,
-            work=Work(given.ranks, batch_size, begin),
-        )
-    given.write(result, net, out, as_json)
+        work = subject.work(batch_size, begin)
+        result = measure(net, ids, trained=subject.trained(blocks), work=work, **options)
+    subject.write(result, show_random_init, net, out, as_json)
 
 
 @control.command()
 def matched(
     model: ModelOrRun = None,
     out: Out = None,
-    text_file: TextFile = None,
-    tokens: Tokens = None,
+    text_file: flags.TextFile = None,
+    tokens: flags.Tokens = None,
     max_length: MaxLength = 512,
-    folds: FoldCount = 5,
-    blocks: Blocks = None,
-    seed: Annotated[int, typer.Option(help="Of the Gaussian rows.")] = 0,
-    batch_size: BatchSize = 8,
-    device: Device = "cpu",
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    as_json: AsJson = False,
+    folds: flags.Folds = 5,
+    blocks: flags.Blocks = None,
+    seed: flags.Seed = 0,
+    batch_size: flags.BatchSize = 8,
+    device: flags.Device = "cpu",
+    trust_remote_code: flags.TrustRemoteCode = False,
+    allow_pickle: flags.AllowPickle = False,
+    as_json: flags.AsJson = False,
 ) -> None:
-    """Each block on Gaussian, whitened and scaled inputs, beside the map that weights predict."""
-    given = _Given(model, text_file, tokens, max_length, folds, device)
-    net, ids = given.load(trust_remote_code, allow_pickle)
-
+    """Measure each block on Gaussian, whitened and scaled inputs, and the map its weights imply."""
     from howlinear import blocks as blocks_of
     from howlinear.controls.matched import matched as measure
     from howlinear.controls.matched import memory
-    from howlinear.run.work import Work
 
-    given.check_room(memory(blocks_of(net, blocks), given.folds))
+    subject = _Subject.of(model, text_file, tokens, max_length, folds)
+    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
+    _check_sums(memory(blocks_of(net, blocks), subject.folds), "measure fewer --blocks at a time")
     with progress_bars() as begin:
-        result = measure(
-            net,
-            ids,
-            at=blocks,
-            folds=given.folds,
-            seed=seed,
-            work=Work(given.ranks, batch_size, begin),
-        )
-    given.write(result, net, out, as_json)
+        work = subject.work(batch_size, begin)
+        result = measure(net, ids, at=blocks, folds=subject.folds, seed=seed, work=work)
+    subject.write(result, show_matched, net, out, as_json)
 
 
 @control.command("cross-feed")
 def cross_feed(
-    model_a: Annotated[str, typer.Argument(help="Model A: a run, hub id, folder or .gguf file.")],
-    model_b: Annotated[str, typer.Argument(help="Model B, of the same width.")],
-    pairs: Annotated[
-        str, typer.Option(help="Depths to pair: same, all, or 3:5,4:4 (A's first).")
-    ] = "same",
+    model_a: ModelA,
+    model_b: ModelB,
+    pairs: Pairs = "same",
     out: Out = None,
-    text_file: TextFile = None,
-    tokens: Tokens = None,
+    text_file: flags.TextFile = None,
+    tokens: flags.Tokens = None,
     max_length: MaxLength = 512,
-    folds: FoldCount = 5,
-    batch_size: BatchSize = 8,
-    device: Device = "cpu",
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    as_json: AsJson = False,
+    folds: flags.Folds = 5,
+    batch_size: flags.BatchSize = 8,
+    device: flags.Device = "cpu",
+    trust_remote_code: flags.TrustRemoteCode = False,
+    allow_pickle: flags.AllowPickle = False,
+    as_json: flags.AsJson = False,
 ) -> None:
-    """Blocks of A on B's inputs and the other way round: whose weights, whose inputs?"""
+    """Run blocks of A on inputs of B and the reverse: do weights or inputs make the difference?"""
     from howlinear import blocks
     from howlinear.controls.cross_feed import cross_feed as measure
     from howlinear.controls.cross_feed import depth_pairs, memory
     from howlinear.models import loading
-    from howlinear.run.work import Work
 
-    a, b = (
-        _Given(name, text_file, tokens, max_length, folds, device) for name in (model_a, model_b)
-    )
-    net_a, ids_a = a.load(trust_remote_code, allow_pickle)
-    b.read_as(a, ids_a.shape[1])
-    net_b, ids_b = b.load(trust_remote_code, allow_pickle)
-    own = blocks(net_a), blocks(net_b)
-    chosen = depth_pairs(pairs, len(own[0]), len(own[1]))
-    a.check_room(max(memory(side, a.folds, chosen) for side in own), "name fewer --pairs")
+    a, b = (_Subject.of(m, text_file, tokens, max_length, folds) for m in (model_a, model_b))
+    loader = Loader(device, trust_remote_code, allow_pickle)
+    net_a, ids_a = a.load_decoder(loader)
+    b.read_text_of(a, ids_a.shape[1])
+    net_b, ids_b = b.load_decoder(loader)
+    sides = blocks(net_a), blocks(net_b)
+    chosen = depth_pairs(pairs, *map(len, sides))
+    _check_sums(max(memory(side, a.folds, chosen) for side in sides), "name fewer --pairs")
     with progress_bars() as begin:
-        result = measure(
-            net_a,
-            net_b,
-            ids_a,
-            ids_b,
-            pairs=pairs,
-            folds=a.folds,
-            work=Work(a.ranks, batch_size, begin),
-        )
+        options: dict[str, Any] = {"folds": a.folds, "work": a.work(batch_size, begin)}
+        result = measure(net_a, net_b, ids_a, ids_b, pairs=pairs, **options)
     result.about["model_b"] = loading.describe(net_b, b.name, b.revision)
-    a.write(result, net_a, out, as_json)
+    a.write(result, show_cross_feed, net_a, out, as_json)
 
 
 @control.command()
 def checkpoints(
-    model: Annotated[str, typer.Argument(help="A hub id, or a folder of checkpoint folders.")],
-    revisions: Annotated[
-        str | None,
-        typer.Option(help="Revisions on the hub, or names of folders: step0,step1000,main."),
-    ] = None,
+    model: Checkpoints,
+    revisions: Revisions = None,
     out: Out = None,
-    text_file: TextFile = None,
-    tokens: Tokens = None,
+    text_file: flags.TextFile = None,
+    tokens: flags.Tokens = None,
     max_length: MaxLength = 512,
-    folds: FoldCount = 5,
-    blocks: Blocks = None,
-    batch_size: BatchSize = 8,
-    device: Device = "cpu",
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    as_json: AsJson = False,
+    folds: flags.Folds = 5,
+    blocks: flags.Blocks = None,
+    batch_size: flags.BatchSize = 8,
+    device: flags.Device = "cpu",
+    trust_remote_code: flags.TrustRemoteCode = False,
+    allow_pickle: flags.AllowPickle = False,
+    as_json: flags.AsJson = False,
 ) -> None:
-    """The profile over training. What is measured stays, so that the same command goes on."""
-    from howlinear import blocks as blocks_of
+    """Profile checkpoints of a training. The same command again measures only those missing."""
     from howlinear.controls.checkpoints import read_training
-    from howlinear.models import corpus, loading
-    from howlinear.records import files
-    from howlinear.run.ranks import Ranks
-    from howlinear.run.work import Work
+    from howlinear.models import loading
 
-    ranks = Ranks.start()
     stages = loading.checkpoints(model, revisions.split(",") if revisions else None)
-    text = text_of(text_file, None, None, "train", "text")
-    asked = {
+    subject = _Subject.of(model, text_file, tokens, max_length, folds)
+    settings: dict[str, Any] = {
         "model": model,
-        "text": [text.name, text.fingerprint()],
-        "tokens": tokens,
-        "max_length": max_length,
-        "folds": folds,
-        "blocks": blocks,
+        "text": [subject.text.name, subject.text.fingerprint()],
     }
-    folder = out or Path("runs") / f"{slug(model)}-control"
-    path = folder / "control-checkpoints.json"
-    result = ranks.share(read_training(path, asked))
-    for name, (where, revision) in stages.items():
-        if name in result.measured:
+    settings |= {"tokens": tokens, "max_length": max_length, "folds": folds, "blocks": blocks}
+    folder = RunFolder(out or Path("runs") / f"{flags.slug(model)}-control")
+    path = folder.path("control-checkpoints")
+    result = subject.ranks.share(read_training(path, settings))
+    loader = Loader(device, trust_remote_code, allow_pickle)
+    for label, (name, revision) in stages.items():
+        if label in result.measured:
             continue
-        say(f"loading {name}")
-        net, tokenizer = loading.load(
-            where,
-            revision=revision,
-            device=own_device(device),
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-        )
-        widest = max(b.d_in for b in blocks_of(net, blocks))
-        ids = corpus.windows(
-            text.fit,
-            tokenizer,
-            fitting(net, tokenizer, max_length),
-            tokens=tokens or corpus.default_tokens(widest),
-        )
+        subject.name, subject.revision = name, revision
+        net, ids = subject.load(loader, label, blocks)
         with progress_bars() as begin:
-            result.measure(net, ids, name, at=blocks, work=Work(ranks, batch_size, begin))
-        result.about.update(
-            model=loading.describe(net, where, revision),
-            command=shlex.join(["howlinear", *sys.argv[1:]]),
-            versions=versions(),
-        )
+            result.measure(net, ids, label, at=blocks, work=subject.work(batch_size, begin))
+        result.about.update(model=loading.describe(net, name, revision), **made_by())
         del net
         result.sort(list(stages))
-        if ranks.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            files.write_json(path, result.to_dict())
+        if subject.ranks.rank == 0:
+            folder.write(result.to_dict())
     show(result, show_training, path, as_json)
-    ranks.stop()
+    subject.ranks.stop()
 
 
-class _Given:
-    """A model and a text, by a run that was made of them or by name."""
+@dataclass
+class _Subject:
+    """A model and a text by name, or those of a run with the run's settings."""
 
-    def __init__(
-        self,
-        name: str | None,
-        text_file: str | None,
-        tokens: int | None,
-        max_length: int,
-        folds: int,
-        device: str,
-    ) -> None:
-        self.run = Path(name) if name and (Path(name) / "profile.json").is_file() else None
-        self.name, self.revision, self.device = name, None, own_device(device)
-        self.tokens, self.length, self.folds, self.bos = tokens, max_length, folds, "auto"
-        if self.run is None:
-            self.text = text_of(text_file, None, None, "train", "text")
-            return
-        if text_file:
-            raise ValueError(f"{self.run} has a text of its own: drop --text-file, or name a model")
-        self.asked, self.profile = asked_of(self.run)
-        settings = self.profile["settings"]
-        if settings.get("protocol") != "default":
-            raise ValueError(
-                f"{self.run} follows the paper's split, which has no folds: name a model"
-            )
-        self.text = run_text(self.run, self.asked, self.profile)
-        self.name, self.revision = self.asked["model"], self.asked["revision"]
-        self.tokens, self.length = settings["tokens"], settings["window"]
-        self.folds, self.bos = settings["folds"], settings.get("bos", "auto")
+    name: str | None
+    text: Any
+    tokens: int | None
+    length: int
+    folds: int
+    bos: str = "auto"
+    revision: str | None = None
+    source: RunSource | None = None
+    ranks: Any = field(init=False)
 
-    def read_as(self, other: _Given, length: int) -> None:
-        """The text of another one in place of its own, in the same windows."""
-        if self.run is not None and self.text.fingerprint() != other.text.fingerprint():
-            raise ValueError(
-                f"{self.run} read {self.text.name} and the other {other.text.name}: name its model"
-            )
-        self.text, self.tokens, self.length = other.text, other.tokens, length
-
-    def load(self, trust_remote_code: bool, allow_pickle: bool) -> tuple[Any, Any]:
-        """The model and its windows."""
-        from howlinear import blocks
-        from howlinear.models import corpus, loading
+    def __post_init__(self) -> None:
         from howlinear.run.ranks import Ranks
 
         self.ranks = Ranks.start()
-        if self.run is not None:
-            code = (trust_remote_code, allow_pickle)
-            net, tokenizer = run_model(self.run, self.asked, self.profile, self.device, *code)
-        else:
-            say(f"loading {self.name or 'the built-in model'}")
-            net, tokenizer = loading.load(
-                self.name,
-                device=self.device,
-                trust_remote_code=trust_remote_code,
-                allow_pickle=allow_pickle,
+
+    @classmethod
+    def of(
+        cls, name: str | None, text_file: str | None, tokens: int | None, length: int, folds: int
+    ) -> _Subject:
+        """From flags; `name` may be a run folder."""
+        from howlinear.models import corpus
+
+        if not (name and RunFolder(name).has("profile")):
+            return cls(name, corpus.open_text(text_file), tokens, length, folds)
+        if text_file:
+            raise ValueError(f"{name} has a text of its own: drop --text-file, or name a model")
+        source = RunSource(Path(name))
+        settings, request = source.settings, source.asked
+        if settings.get("protocol") != "default":
+            raise ValueError(f"{name} follows the paper's split, which has no folds: name a model")
+        measured = (settings["tokens"], settings["window"], settings["folds"])
+        return cls(
+            request["model"], source.text, *measured, source.bos, request["revision"], source
+        )
+
+    def read_text_of(self, other: _Subject, length: int) -> None:
+        """Read the text of another subject in the same windows."""
+        if self.source is not None and self.text.fingerprint() != other.text.fingerprint():
+            raise ValueError(
+                f"{self.source.folder.folder} read {self.text.name} and the other "
+                f"{other.text.name}: name its model"
             )
+        self.text, self.tokens, self.length = other.text, other.tokens, length
+
+    def load(
+        self, loader: Loader, label: str | None = None, blocks: str | None = None
+    ) -> tuple[Any, Any]:
+        """The model and its windows; the number of tokens depends on the width of the blocks."""
+        from howlinear import blocks as blocks_of
+        from howlinear.models import corpus
+
+        if self.source is not None:
+            net, tokenizer = self.source.load(loader)
+        else:
+            net, tokenizer = loader.load(self.name, label, revision=self.revision)
+        length = window_length(net, tokenizer, self.length)
+        widest = max(b.d_in for b in blocks_of(net, blocks))
+        tokens = self.tokens or corpus.default_tokens(widest)
+        return net, corpus.windows(self.text.fit, tokenizer, length, tokens=tokens, bos=self.bos)
+
+    def load_decoder(self, loader: Loader) -> tuple[Any, Any]:
+        """The same, for experiments on models that read one stream of tokens."""
+        net, ids = self.load(loader)
         if net.main_input_name != "input_ids" or net.config.is_encoder_decoder:
             raise ValueError(f"{type(net).__name__} is not a model that reads one stream of tokens")
-        widest = max(b.d_in for b in blocks(net))
-        ids = corpus.windows(
-            self.text.fit,
-            tokenizer,
-            fitting(net, tokenizer, self.length),
-            tokens=self.tokens or corpus.default_tokens(widest),
-            bos=self.bos,
-        )
         return net, ids
 
-    def check_room(self, needed: int, way_out: str = "measure fewer --blocks at a time") -> None:
-        """Say what the sums take, and refuse what memory cannot hold."""
-        room.check_memory(needed, "sums need", way_out)
-        say(f"{needed / 1e9:.1f} GB of memory for sums")
+    def work(self, batch_size: int, progress: Any) -> Any:
+        from howlinear.run.work import Work
+
+        return Work(self.ranks, batch_size, progress)
 
     def trained(self, blocks: str | None) -> Any:
-        """The run's own profile, where it holds what is asked for."""
-        if self.run is None or blocks != self.asked.get("blocks"):
+        """The profile of the run, if it is about these blocks; else None."""
+        if self.source is None or blocks != self.source.asked.get("blocks"):
             return None
         from howlinear.profiling.profiler import Profile
 
-        return Profile.load(self.run)
+        return Profile.load(self.source.folder.folder)
 
-    def write(self, result: Any, net: Any, out: Path | None, as_json: bool) -> None:
+    def write(
+        self, result: Any, show_table: Any, net: Any, out: Path | None, as_json: bool
+    ) -> None:
+        """Write the result beside the run, and print it."""
         from howlinear.models import loading
-        from howlinear.records import files
 
         self.ranks.stop()
         if self.ranks.rank:
@@ -361,11 +297,14 @@ class _Given:
         result.about.update(
             model=loading.describe(net, self.name, self.revision),
             corpus={"name": self.text.name, "fingerprint": self.text.fingerprint()},
-            command=shlex.join(["howlinear", *sys.argv[1:]]),
-            versions=versions(),
+            **made_by(),
         )
-        folder = out or self.run or Path("runs") / f"{slug(self.name)}-control"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"control-{result.kind}.json"
-        files.write_json(path, result.to_dict())
-        show(result, SHOW[result.kind], path, as_json)
+        folder = self.source.folder.folder if self.source else None
+        folder = out or folder or Path("runs") / f"{flags.slug(self.name)}-control"
+        show(result, show_table, RunFolder(folder).write(result.to_dict()), as_json)
+
+
+def _check_sums(needed: int, way_out: str) -> None:
+    """Report the memory of the sums, and refuse too much."""
+    room.check_memory(needed, "sums need", way_out)
+    say(f"{needed / 1e9:.1f} GB of memory for sums")

@@ -136,9 +136,26 @@ BUILTIN = {
 }
 
 
-def open_text(source: str) -> Text:
-    """A built-in text by its name, else a file; `-` is stdin."""
+def open_text(
+    source: str | None = None,
+    dataset: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    column: str = "text",
+) -> Text:
+    """A built-in text by its name, a file (`-` is stdin) or a dataset; WikiText-2 without a name."""
+    if source and dataset:
+        raise ValueError("two texts: give --text-file or --dataset, not both")
+    if dataset:
+        return dataset_text(dataset, config, split, column)
+    source = source or "wikitext"
     return builtin_text(source) if source in BUILTIN else text_file(source)
+
+
+def is_file_name(source: str) -> bool:
+    """Is this the name of a built-in text or of a file, and not a dataset's id?"""
+    exists = source in BUILTIN or source == "-" or Path(source).expanduser().exists()
+    return exists or source.startswith((".", "/", "~")) or source.endswith(".txt")
 
 
 def text_file(path: str | Path) -> Text:
@@ -214,6 +231,15 @@ def dataset_text(
 def default_tokens(width: int) -> int:
     """Enough tokens that held-out R2 is at most (1 - r2) / 39 too low."""
     return max(30_000, 40 * width)
+
+
+def fitting_length(model: Any, tokenizer: Any, length: int) -> int:
+    """The window length, or the number of positions of the model where that is smaller."""
+    limits = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        getattr(tokenizer, "model_max_length", None),  # RoBERTa's is two below its positions
+    )
+    return min([length, *(n for n in limits if isinstance(n, int) and n >= 2)])
 
 
 def windows(

@@ -1,0 +1,95 @@
+"""Flags that several commands share, and how the values of flags are read.
+
+A flag is a type with its help text: `device: Device = "cpu"` in a command's signature adds
+`--device`. Defaults stand in the commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+# -- models, runs and results
+
+ModelName = Annotated[
+    str | None,
+    Argument(help="A hub id, a folder or a .gguf file; the built-in model if omitted."),
+]
+RunPath = Annotated[Path, Argument(help="A run folder that `howlinear profile` wrote.")]
+Dtype = Annotated[
+    str, Option(help="Precision of the weights: float32, bfloat16, float16 or float64.")
+]
+Device = Annotated[str, Option(help="Where the model runs: cpu, cuda, cuda:1 or mps.")]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+AllowPickle = Annotated[
+    bool, Option("--allow-pickle", help="Load weights that are not in safetensors files.")
+]
+Overwrite = Annotated[
+    bool, Option("--overwrite", help="Write into a folder that holds other files.")
+]
+AsJson = Annotated[
+    bool, Option("--json", help="Print the result as one JSON document and nothing else.")
+]
+
+# -- what is measured
+
+TextFile = Annotated[
+    str | None,
+    Option(help="A utf-8 file, - for stdin, python-docs or python-code; WikiText-2 if omitted."),
+]
+Tokens = Annotated[
+    int | None, Option(help="Tokens to read; max(30000, 40 x width) by default.", min=1)
+]
+Folds = Annotated[int, Option(help="Folds of the cross-validation.", min=2)]
+Blocks = Annotated[
+    str | None,
+    Option(help="Blocks: indices such as 3,5,9-12, or a regular expression on paths."),
+]
+BatchSize = Annotated[int, Option(help="Windows in each forward pass.", min=1)]
+Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
+
+
+# -- values
+
+
+def share_of(text: str, flag: str) -> float:
+    """A share written as 5%, 5 % or 0.05."""
+    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 10:
+        raise ValueError(f"{flag} {text!r} is not a share: write 5% or 0.05")
+    return value
+
+
+def number_or(text: str, flag: str, *words: str) -> int | str:
+    """A whole number, or one of some words."""
+    if text in words:
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"{flag} {text!r} is neither {', '.join(words)} nor a number")
+    return int(text)
+
+
+def shard_of(text: str | None) -> tuple[int, int]:
+    """ "2/8" -> (2, 8), parts counted from 0."""
+    if text is None:
+        return 0, 1
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise ValueError(f"--shard {text}: write I/N with I from 0 to N - 1, such as 0/8 to 7/8")
+    return int(part), int(parts)
+
+
+def slug(model: str | None) -> str:
+    """A model's name as the name of a folder."""
+    if model is None:
+        return "SmolLM2-135M-Instruct"
+    name = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in name).strip(".") or "model"
