@@ -1,13 +1,13 @@
-"""A model in memory on the tasks of lm-evaluation-harness, whatever was done to it before.
+"""A model in memory, changed or not, on the tasks of lm-evaluation-harness.
 
-    found = evaluate(model, ["arc_easy", "hellaswag"], tokenizer, limit=200)
-    found["results"]["arc_easy"]["acc,none"], found["results"]["arc_easy"]["acc_stderr,none"]
+    scores = evaluate(model, ["arc_easy", "hellaswag"], tokenizer, limit=200)["results"]
+    scores["arc_easy"]["acc,none"], scores["arc_easy"]["acc_stderr,none"]
 
     with swapped(model, {block: layer}):                       # or with a block replaced
         evaluate(model, ["arc_easy"], tokenizer)
     evaluate(model, ["mine"], tokenizer, include_path="tasks/")   # tasks of one's own
 
-Needs the extra `eval`. What comes back is what `lm_eval.simple_evaluate` returns.
+Needs the extra `eval`. Returns what `lm_eval.simple_evaluate` returns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 from howlinear.models.ggufs import one_line
 from howlinear.models.hooks import evaluating
 
-# What the harness asks when it wraps a model; everything else is asked when it runs. The wrapper has
-# more to say about loading, which is done here, and `simple_evaluate` takes a batch size without
-# using it when the model is loaded already.
+# Options of the harness's model wrapper; all others are options of `simple_evaluate`. Options of the
+# wrapper that concern loading are left out. `simple_evaluate` ignores its batch size for a model that
+# is loaded already, so the wrapper gets it too.
 WRAPPER = (
     "max_batch_size", "max_length", "truncation", "add_bos_token", "prefix_token_id",
     "softmax_dtype", "mixed_precision_dtype", "logits_cache", "think_end_token",
@@ -43,7 +43,7 @@ def evaluate(
     task_manager: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Scores of a model on tasks of lm-evaluation-harness: names, or whatever else it takes.
+    """Scores of a model on tasks of lm-evaluation-harness: names, or its task objects.
 
     `options` are those of `lm_eval.simple_evaluate` (`limit`, `num_fewshot`, `apply_chat_template`)
     and of its `HFLM` (`max_length`, `add_bos_token`). Neither model nor tokenizer is changed; the
@@ -64,27 +64,28 @@ def evaluate(
         wrapped = hf.HFLM(
             pretrained=model,
             tokenizer=_tokenizer(model, tokenizer),
-            # left alone it goes by model_type, and a compressed model has one of its own
+            # by default chosen by model_type, which a compressed model does not share
             backend="seq2seq" if config.is_encoder_decoder else "causal",
             batch_size=batch_size,
             **wrapper,
         )
-        found: dict[str, Any] = harness.simple_evaluate(
+        scores: dict[str, Any] = harness.simple_evaluate(
             model=wrapped,
             tasks=list(tasks),
             batch_size=batch_size,  # for the record
             task_manager=task_manager,
             **options,
         )
-    return found
+    return scores
 
 
 def _harness(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as err:
-        told = f"evaluate needs lm-eval ({one_line(err, 80)})"
-        raise ValueError(f"{told}: run `pip install 'howlinear[eval]'`") from None
+        raise ValueError(
+            f"evaluate needs lm-eval ({one_line(err, 80)}): run `pip install 'howlinear[eval]'`"
+        ) from None
 
 
 def _check(model: nn.Module) -> None:
@@ -97,7 +98,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
-    """A copy, since the harness gives a tokenizer without padding some."""
+    """A copy: the harness adds a padding token to tokenizers without one."""
     if tokenizer is not None:
         return copy.deepcopy(tokenizer)
     from transformers import AutoTokenizer
@@ -106,8 +107,10 @@ def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as err:  # from anywhere between the hub and a damaged file
-        told = f"no tokenizer found for {type(model).__name__} at {name!r} ({one_line(err, 80)})"
-        raise ValueError(f"{told}: pass tokenizer=") from None
+        raise ValueError(
+            f"no tokenizer found for {type(model).__name__} at {name!r} ({one_line(err, 80)}): "
+            "pass tokenizer="
+        ) from None
 
 
 def _manager(include_path: Any, metadata: Any) -> Any:
@@ -119,7 +122,7 @@ def _manager(include_path: Any, metadata: Any) -> Any:
 
 
 def _known(tasks: Sequence[Any], manager: Any) -> None:
-    """Say before hours of work which task is misspelt."""
+    """Refuse misspelt task names before anything runs."""
     known = set(manager.all_tasks)
     unknown = [t for t in tasks if isinstance(t, str) and t not in known and not Path(t).exists()]
     if unknown:

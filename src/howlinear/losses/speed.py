@@ -6,13 +6,13 @@
     print(both.verdict)
 
 Prefill is one forward over a prompt, with the logits of its last position, as before generation.
-Decode is greedy, one token at a time, with a key-value cache. Other work disturbs a machine for
-seconds at a time: two models take turns, prefill beside prefill and decode beside decode, who goes
-first alternates, and ratios are those of neighbours in time, with their spread over repeats.
+Decode is greedy, one token at a time, with a key-value cache. Other programs slow a machine down for
+seconds at a time. So two models take turns, prefill after prefill and decode after decode, the order
+alternates, and each ratio is of two runs that are neighbours in time.
 
-What prefill should gain is the ratio of multiply-adds, counted as they are done. `reached` is the
-measured ratio over that one. A model that gained nothing has reached 1 / promised, which can look
-like much, so `saved_share` says how much of the promised saving of time came true: 0 for no gain.
+`promised` is the ratio of multiply-adds in prefill, `reached` the measured ratio of times over it. A
+model that gained nothing has reached 1 / promised, which may be close to 1; `saved_share` is the share
+of the promised saving of time that was measured: 0 for no gain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from howlinear.losses.flops import multiply_adds
 from howlinear.models.hooks import evaluating
 from howlinear.records.words import count, number
 from howlinear.report.results import Result
@@ -42,7 +42,7 @@ WARM_UP = 2  # steps of decoding before the clock runs
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """How much is run, and how often."""
+    """Sizes of what is timed, and the number of repeats."""
 
     length: int = 512
     batch: int = 1
@@ -64,9 +64,9 @@ class SpeedSettings:
 class Spread:
     """Median and quartiles of some repeats, and an interval for the median.
 
-    From `low` to `high` are order statistics that hold the median of whatever the repeats are drawn
-    from with a probability of 0.9 or more, whatever its shape: all of 5 to 7 repeats (0.94 to 0.98).
-    Fewer than 5 cannot promise that much.
+    `low` and `high` are order statistics. The interval holds the median of the distribution with
+    probability 0.9 or more, without assumptions: the range of 5 to 7 repeats (0.94 to 0.98). With
+    fewer than 5 repeats the probability is lower.
     """
 
     median: float
@@ -114,7 +114,7 @@ class Speed(Result):
         return None if seconds is None else Spread.of([tokens / s for s in seconds])
 
     def fields(self) -> dict[str, Any]:
-        """What a record says of this model."""
+        """The fields of this model in bench.json."""
         names = "parameters bytes bytes_on_disk multiply_adds prefill_seconds decode_seconds"
         decode = None if self.decode is None else asdict(self.decode)
         rates = {"prefill": asdict(self.prefill), "decode": decode}
@@ -125,13 +125,13 @@ class Speed(Result):
 
     def _line(self) -> str:
         rates = {"prefill": self.prefill, "decode": self.decode}
-        said = [f"{name} {number(r.median, 1)}" for name, r in rates.items() if r is not None]
-        return f"{', '.join(said)} tokens/s, {count(self.parameters)} parameters"
+        shown = [f"{name} {number(r.median, 1)}" for name, r in rates.items() if r is not None]
+        return f"{', '.join(shown)} tokens/s, {count(self.parameters)} parameters"
 
 
 @dataclass(frozen=True, repr=False)
 class SpeedComparison(Result):
-    """How many times as fast `model` is as `other`, turn by turn."""
+    """How many times as fast `model` is as `other`: ratios of neighbouring runs."""
 
     model: Speed
     other: Speed
@@ -163,10 +163,10 @@ class SpeedComparison(Result):
 
     @property
     def verdict(self) -> str:
-        said = f"prefill: {_said(self.prefill)}; multiply-adds promise {self.promised:.2f}"
+        prefill = f"prefill: {_in_words(self.prefill)}; multiply-adds promise {self.promised:.2f}"
         if self.prefill.low > 1 and self.promised > 1:
-            said += f", of which it reached {self.reached:.2f}"
-        return said if self.decode is None else f"{said}. Decode: {_said(self.decode)}"
+            prefill += f", of which it reached {self.reached:.2f}"
+        return prefill if self.decode is None else f"{prefill}. Decode: {_in_words(self.decode)}"
 
     def _file(self) -> tuple[str, dict[str, Any]]:
         compared = {
@@ -186,7 +186,7 @@ class SpeedComparison(Result):
 def _document(
     settings: dict[str, Any], speeds: list[Speed], compared: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The record: the model in question first, then the one beside it, then how they compare."""
+    """The content of bench.json: the model first, then the one that it is compared with."""
     return {
         "settings": settings,
         "speeds": [speed.fields() for speed in speeds],
@@ -198,46 +198,34 @@ def _ratio(before: Sequence[float], after: Sequence[float]) -> Spread:
     return Spread.of([b / a for b, a in zip(before, after, strict=True)])
 
 
-def _said(ratio: Spread) -> str:
-    """A ratio in words. Where its interval holds 1 there is nothing to boast of."""
+def _in_words(ratio: Spread) -> str:
+    """A ratio with its interval; an interval that holds 1 shows no gain."""
     numbers = f"{ratio.median:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f})"
     if ratio.low <= 1 <= ratio.high:
         return f"no gain that stands out of the noise, {numbers}"
     return numbers if ratio.low > 1 else f"slower, {numbers}"
 
 
-# -- the two questions ----------------------------------------------------------------------------
+# -- measuring ------------------------------------------------------------------------------------
 
 
-def measure(
-    model: nn.Module,
-    *,
-    length: int = 512,
-    batch: int = 1,
-    new_tokens: int = 32,
-    repeats: int = 5,
-    seed: int = 0,
-    folder: str | Path | None = None,
-) -> Speed:
-    """Tokens a second of one model, and its size; `folder` is where its files are, if anywhere."""
-    settings = SpeedSettings(length, batch, new_tokens, repeats, seed)
-    return _measured([model], [folder], settings)[0]
+def measure(model: nn.Module, *, folder: str | Path | None = None, **settings: int) -> Speed:
+    """Tokens a second of one model, and its size.
+
+    `settings` are those of `SpeedSettings`; `folder` is where the model's files are, if anywhere.
+    """
+    return _measured([model], [folder], SpeedSettings(**settings))[0]
 
 
 def compare_speeds(
     model: nn.Module,
     other: nn.Module,
     *,
-    length: int = 512,
-    batch: int = 1,
-    new_tokens: int = 32,
-    repeats: int = 5,
-    seed: int = 0,
     folders: tuple[str | Path | None, str | Path | None] = (None, None),
+    **settings: int,
 ) -> SpeedComparison:
     """How many times as fast `model` is as `other`: both in one run, by turns, on the same tokens."""
-    settings = SpeedSettings(length, batch, new_tokens, repeats, seed)
-    first, second = _measured([model, other], folders, settings)
+    first, second = _measured([model, other], folders, SpeedSettings(**settings))
     return SpeedComparison(first, second)
 
 
@@ -275,16 +263,16 @@ def _by_turns(
         return decode(model, _on(model, ids[:, : settings.prompt]), settings.new_tokens)[1]
 
     def filling(model: nn.Module) -> float:
-        given = _on(model, ids)
+        prompt = _on(model, ids)
         with _Clock(model) as clock:
-            prefill(model, given)
+            prefill(model, prompt)
         return clock.seconds
 
     phases = {"prefill": filling, "decode": decoding}
     times: dict[tuple[str, int], list[float]] = {
         (phase, i): [] for phase in phases for i in range(len(models))
     }
-    for model in models:  # the first runs pay for threads, caches and memory
+    for model in models:  # first runs start threads and fill caches: not timed
         filling(model)
         if generates(model):
             decode(model, _on(model, ids[:, : settings.prompt]), WARM_UP)
@@ -297,11 +285,11 @@ def _by_turns(
     return times
 
 
-# -- what is run ----------------------------------------------------------------------------------
+# -- prefill and decode ---------------------------------------------------------------------------
 
 
 def prefill(model: nn.Module, ids: Tensor) -> Any:
-    """The model's output on a prompt (B, L), with no more logits than generation needs."""
+    """The model's output on a prompt (B, L), with the logits of the last position only."""
     takes = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": True} if generates(model) else {}
     if "use_cache" in takes and not options:
@@ -314,8 +302,8 @@ def prefill(model: nn.Module, ids: Tensor) -> Any:
 
 
 def decode(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, float]:
-    """Tokens (B, 1 + new_tokens) that follow a prompt, greedily, and the seconds of all but the
-    first, which is the prefill's."""
+    """Tokens (B, 1 + new_tokens) that follow a prompt, greedily, and the seconds for all but the
+    first, which the prefill gives."""
     out = prefill(model, prompt)
     to_text = _config(model, "is_encoder_decoder")
     beside = {"encoder_outputs": (out.encoder_last_hidden_state,)} if to_text else {}
@@ -323,20 +311,20 @@ def decode(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, f
     tokens = [out.logits[:, -1:].argmax(-1)]
     with _Clock(model) as clock:
         for _ in range(new_tokens):
-            given = {name: tokens[-1], "past_key_values": out.past_key_values}
-            out = model(**given, **beside, use_cache=True)
+            inputs = {name: tokens[-1], "past_key_values": out.past_key_values}
+            out = model(**inputs, **beside, use_cache=True)
             tokens.append(out.logits[:, -1:].argmax(-1))
     return torch.cat(tokens, 1), clock.seconds
 
 
 def generates(model: nn.Module) -> bool:
-    """Does it write one token after the other? Encoders and models without a head do not."""
+    """Does it generate with a cache? Encoders and models without a head do not."""
     able: Any = getattr(model, "can_generate", lambda: False)
     return able() and "past_key_values" in inspect.signature(model.forward).parameters
 
 
 class _Clock:
-    """Seconds between entering and leaving, the device's work included."""
+    """Seconds between entering and leaving, including work queued on the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.device = next(model.parameters()).device
@@ -370,8 +358,8 @@ def _check(model: nn.Module, settings: SpeedSettings) -> None:
 
 
 def _tokens(models: list[nn.Module], settings: SpeedSettings) -> Tensor:
-    """Random ones (B, L) that every model knows, none of them special: padding moves positions in
-    some families, and an image's placeholder wants an image."""
+    """Random tokens (B, L) in all vocabularies, none special: padding moves positions in some
+    families, and a placeholder for an image needs an image."""
     sizes = [m.get_input_embeddings().num_embeddings for m in models]  # type: ignore[operator]
     special = {token for model in models for token in _special(model)}
     plain = torch.tensor([i for i in range(min(sizes)) if i not in special])
@@ -388,7 +376,7 @@ def _special(model: nn.Module) -> Iterator[int]:
 
 
 def _start(model: nn.Module) -> int:
-    """The token that an encoder-decoder's answers begin with; for its speed any would do."""
+    """The first token of an encoder-decoder's output; speed does not depend on it."""
     return _config(model, "decoder_start_token_id") or 0
 
 
@@ -420,53 +408,6 @@ def _bytes(model: nn.Module) -> int:
 
 
 def bytes_on_disk(folder: str | Path | None) -> int | None:
-    """Of the weights in a folder; None where there are no safetensors."""
+    """Bytes of the weights in a folder; None where there are no safetensors."""
     files = list(Path(folder).glob("*.safetensors")) if folder is not None else []
     return sum(f.stat().st_size for f in files) or None
-
-
-def multiply_adds(run: Callable[[], Any]) -> int:
-    """What `run` multiplies and adds, attention and experts included."""
-    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
-        run()
-    return int(counter.get_total_flops()) // 2
-
-
-# torch counts no attention on CPU and no experts, and all of a causal kernel's square. These kernels
-# leave out what is masked when they are told that it is causal. Where in their arguments that stands:
-CAUSAL = {
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_cudnn_attention": 6,
-}
-
-
-def _formulas() -> dict[Any, Callable[..., int]]:
-    found = {
-        getattr(torch.ops.aten, name): _attention(position)
-        for name, position in CAUSAL.items()
-        if hasattr(torch.ops.aten, name)
-    }
-    if hasattr(torch.ops.aten, "_grouped_mm"):
-        found[torch.ops.aten._grouped_mm] = _grouped
-    return found
-
-
-def _attention(position: int) -> Callable[..., int]:
-    def flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
-        batch, heads, n, width = q  # (B, H, L, d)
-        m = k[2]
-        causal = options.get("is_causal", len(rest) > position - 3 and rest[position - 3])
-        pairs = n * (n + 1) // 2 if causal and n == m else n * m
-        return int(2 * batch * heads * pairs * (width + v[3]))
-
-    return flops
-
-
-def _grouped(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """(rows, d) by (experts, d, e): each row meets one expert."""
-    size = 2 * weights[-1]
-    for n in rows:
-        size *= n
-    return int(size)

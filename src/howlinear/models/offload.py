@@ -1,10 +1,12 @@
-"""Models whose weights are elsewhere: on disk or on the CPU until a module runs (accelerate's offload).
+"""Models whose weights stay on disk or on the CPU until a module runs (accelerate's offload).
 
-    with resident([layer]):         # its weights are where it runs, and stay there until the end
+    with resident([layer]):         # its weights are loaded once and stay on its device
         ...
     device_of(model)                # where it runs, wherever its weights are kept
 
-For a model whose weights are all in place nothing here does anything.
+For a model that is not offloaded, nothing here has an effect. This relies on accelerate's
+`AlignDevicesHook`: `module._hf_hook` with `offload`, `weights_map`, `execution_device`, `pre_forward`
+and `post_forward`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def resident(modules: Sequence[Any]) -> Iterator[None]:
-    """Inside, the weights of these modules are loaded once and stay, however often they run."""
+    """Inside, the weights of these modules are loaded once, however often they run."""
     held: list[tuple[Any, nn.Module]] = []
     try:
         for module in modules:
@@ -37,12 +39,12 @@ def resident(modules: Sequence[Any]) -> Iterator[None]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Are some weights not in place?"""
+    """Are some weights on disk or elsewhere until they are used?"""
     return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module runs."""
+    """The device that a module runs on."""
     for parameter in module.parameters():
         if parameter.device.type != "meta":
             return parameter.device
@@ -51,7 +53,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def run_on(model: nn.Module, device: torch.device) -> None:
-    """Run offloaded modules there."""
+    """Make offloaded modules run on a device."""
     for part in model.modules():
         for hook in _hooks(part):
             hook.execution_device = device
@@ -62,25 +64,25 @@ def run_on(model: nn.Module, device: torch.device) -> None:
 
 def _hooks(module: nn.Module) -> list[Any]:
     """accelerate's hooks that load weights before a module runs."""
-    found: Any = getattr(module, "_hf_hook", None)
-    every = getattr(found, "hooks", [found])
-    return [hook for hook in every if hasattr(hook, "offload") and hasattr(hook, "weights_map")]
+    hook: Any = getattr(module, "_hf_hook", None)
+    every = getattr(hook, "hooks", [hook])  # several are kept in one
+    return [h for h in every if hasattr(h, "offload") and hasattr(h, "weights_map")]
 
 
 def some_values(model: nn.Module, name: str, parameter: nn.Parameter, at: list[int]) -> Tensor:
-    """A few elements of a parameter by their places in it, from wherever it is kept."""
+    """A few elements of a parameter by their flat indices, without loading an offloaded one whole."""
     if parameter.device.type != "meta":
         return parameter.detach().reshape(-1)[at].float().cpu()
-    path, _, own = name.rpartition(".")
+    path, _, short = name.rpartition(".")
     hooks = [h for h in _hooks(model.get_submodule(path)) if h.offload]
     kept = hooks[0].weights_map
     entry = getattr(getattr(kept, "dataset", None), "index", {}).get(name, {})
     if "safetensors_file" not in entry or parameter.dim() < 1:
-        return kept[own].detach().reshape(-1)[at].float().cpu()
+        return kept[short].detach().reshape(-1)[at].float().cpu()
     from safetensors import safe_open
 
     row = parameter[0].numel() if parameter.dim() > 1 else 1
     with safe_open(entry["safetensors_file"], "pt") as file:
         rows = file.get_slice(entry.get("weight_name", name))
-        found = [rows[k // row : k // row + 1].reshape(-1)[k % row] for k in at]
-    return torch.stack(found).to(parameter.dtype).float()
+        values = [rows[k // row : k // row + 1].reshape(-1)[k % row] for k in at]
+    return torch.stack(values).to(parameter.dtype).float()

@@ -1,13 +1,13 @@
-"""A few hidden units of a block, taken out of it: which of them write the attention sink, and how to
-compute them without the rest.
+"""A few hidden units of a block: which of them write the attention sink, and a module that computes
+them without the others.
 
     taken(model, block, [217])          # a module x (..., d_in) -> h (..., 1), from one row of weights
     sinks(hidden, writes(model, block)) # the units that write the first position, and their shares
 
 Hidden units are what the block's last projection reads. Unit j of a gated block is
 act(gate_j . x) (up_j . x): it needs row j of each projection before the last, and nothing else. So a
-block cut down to the units S is the same module with narrower projections, whatever its family does
-between them. That it does nothing else between them is tried on random rows, not assumed.
+block with only the units S is the same module with narrower projections, in every family that
+works unit by unit between them. Whether a block does is tested on random rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from howlinear.models.offload import resident
 
 
 def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
-    """The chosen hidden units as a module x -> h_S with weights of its own.
+    """The chosen hidden units as a module x -> h_S with its own copy of the weights.
 
-    A block whose units do not come out alone (experts, quantised weights, anything that mixes
-    units before the last projection) raises a ValueError.
+    ValueError for a block whose units cannot be computed alone: experts, quantised weights, and
+    blocks that mix units before the last projection.
     """
     made = _sliced(model, block, torch.as_tensor(units, dtype=torch.long))
     weight = next(made.parameters())
@@ -47,7 +47,7 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
 
 
 def hidden_units(model: nn.Module, block: Block) -> nn.Module:
-    """x -> all hidden units, by a twin of the block: nobody's hooks hear of it."""
+    """x -> all hidden units, by a copy of the block without hooks that shares its weights."""
     if block.down is None:
         raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
     down = attrgetter(block.down)(model)
@@ -56,13 +56,14 @@ def hidden_units(model: nn.Module, block: Block) -> nn.Module:
 
 
 def hidden_count(model: nn.Module, block: Block) -> int:
-    """How many hidden units a block has; 0 where they do not come out alone."""
+    """How many hidden units a block has; 0 where they cannot be computed alone."""
     norms = writes(model, block)
     return 0 if norms is None else len(norms)
 
 
 def writes(model: nn.Module, block: Block) -> Tensor | None:
-    """(m,) squared norms of what each hidden unit writes; None where units do not come out alone."""
+    """(m,) squared norms of each hidden unit's column of the last projection; None where units
+    cannot be computed alone."""
     with resident([attrgetter(path)(model) for path in block.steps if _there(model, path)]):
         try:
             taken(model, block, [0])
@@ -83,8 +84,8 @@ def _there(model: nn.Module, path: str) -> bool:
 def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
     """The units that write most, on rows `hidden` (n, m) of first positions: (units, shares).
 
-    A unit's energy is its mean squared activation times the squared norm of what it writes; shares
-    are of the energy of all units.
+    A unit's energy is its mean squared activation times its squared norm (`writes`); its share is
+    its energy over that of all units.
     """
     energy = hidden.cpu().double().square().mean(0) * norms
     shares, units = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)).topk(
@@ -96,25 +97,25 @@ def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tens
 def sink_units(
     model: nn.Module, at: Sequence[Block], run: Callable[[], Any]
 ) -> dict[int, tuple[list[int], list[float]]]:
-    """The sink units of each block and their shares, on what `run` runs the model on, by index.
+    """The sink units of each block and their shares, by block index. `run` runs the model once.
 
-    Blocks whose units do not come out alone are left out.
+    Blocks whose units cannot be computed alone are left out.
     """
-    found: dict[int, tuple[list[int], list[float]]] = {}
+    sink: dict[int, tuple[list[int], list[float]]] = {}
     norms = {b.index: n for b in at if (n := writes(model, b)) is not None}
 
     def receive(block: Block, rows: Rows) -> None:
         assert rows.hidden is not None
         first = rows.hidden[(rows.position == 0).nonzero().flatten()]
         units, shares = sinks(first, norms[block.index])
-        found[block.index] = (units.tolist(), shares.tolist())
+        sink[block.index] = (units.tolist(), shares.tolist())
 
-    own = [b for b in at if b.index in norms]
-    if own:
+    known = [b for b in at if b.index in norms]
+    if known:
         every: dict[int, Tensor | None] = dict.fromkeys(norms)
-        with torch.no_grad(), tap(model, receive, at=own, units=every):
+        with torch.no_grad(), tap(model, receive, at=known, units=every):
             run()
-    return found
+    return sink
 
 
 def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
@@ -147,7 +148,7 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
 
 
 class _Through(nn.Identity):
-    """In place of the last projection. T5 asks that one for the dtype of its weight."""
+    """In place of the last projection; has a weight, whose dtype T5 reads."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -155,7 +156,11 @@ class _Through(nn.Identity):
 
 
 def rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
-    """The same module tree with some modules replaced; what is not replaced is shared."""
+    """The same module tree with some modules replaced and no hooks; the other weights are shared.
+
+    Relies on `nn.Module` keeping its state in `__dict__`: children in `_modules`, hooks in
+    `_forward_hooks` and `_forward_pre_hooks`.
+    """
     if not isinstance(step, nn.Module):  # an activation function
         return step
     if step in narrow:
@@ -167,20 +172,20 @@ def rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
         "_forward_hooks": {},
         "_forward_pre_hooks": {},
     }
-    twin.__dict__.pop("forward", None)  # bound to the original, where somebody wrapped it
+    twin.__dict__.pop("forward", None)  # a wrapper (accelerate's) is bound to the original
     for name, child in step._modules.items():
         twin._modules[name] = None if child is None else rebuilt(child, narrow)
     return twin
 
 
 def weight_of(projection: nn.Module) -> Tensor:
-    """(outputs, inputs), whichever way round it is kept."""
+    """(outputs, inputs); gpt2's Conv1D keeps the transpose."""
     weight, shape = getattr(projection, "weight", None), projection_shape(projection)
     if shape is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ValueError(f"{type(projection).__name__} has no plain weights to take units from")
-    conv1d = hasattr(projection, "nf")  # gpt2's keeps (inputs, outputs)
+    conv1d = hasattr(projection, "nf")
     if tuple(weight.shape) != (shape if conv1d else shape[::-1]):
-        raise ValueError(f"{type(projection).__name__} keeps its weights in a way of its own")
+        raise ValueError(f"{type(projection).__name__} keeps its weights in an unknown layout")
     return weight.t() if conv1d else weight
 
 
