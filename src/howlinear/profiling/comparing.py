@@ -16,6 +16,7 @@ from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
+from howlinear.linear.accumulators import merged
 from howlinear.linear.scoring import score
 from howlinear.linear.stores import PARTS
 from howlinear.profiling.profiler import Profile
@@ -120,9 +121,7 @@ def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]
         parts = read_moments(folder, block)
         affine, folds = fitted.maps[block.index], []
         for g in range(len(parts[PARTS[0]])):
-            rows = parts[PARTS[0]][g].narrow(block.d_in)
-            for part in PARTS[1:]:
-                rows.merge(parts[part][g].narrow(block.d_in))
+            rows = merged([parts[part][g] for part in PARTS], block.d_in)
             if rows.n:
                 folds.append(score(affine, rows).sums())
         sums.append(folds)
