@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Affine:
-    """y ~ W x + b. `rank` is the numerical rank of the inputs that the fit found."""
+    """y ~ W x + b. `rank` is the numerical rank of the inputs of the fit."""
 
     weight: Tensor  # (d_out, d_in)
     bias: Tensor  # (d_out,)

@@ -86,12 +86,12 @@ class Score:
         return math.sqrt(self.ss_raw / self.weight)
 
     def sums(self, part: slice = slice(None)) -> list[float]:
-        """[SS_res, SS_tot] over all features, or some of them: what folds add up."""
+        """[SS_res, SS_tot] summed over all features, or some of them."""
         return [float(self.ss_res[part].sum()), float(self.ss_tot[part].sum())]
 
 
 def score(affine: Affine, moments: Accumulator) -> Score:
-    """Every score that needs no rows. O(d_in^2 d_out)."""
+    """Scores of a map on the rows of an accumulator. O(d_in^2 d_out)."""
     S_yy, mean_y, w = moments.S_yy, moments.mean_y, moments.weight
     within = float(S_yy.sum())
     return Score(
@@ -148,7 +148,7 @@ def effective_rank(
 
 
 def input_stats(moments: Accumulator, rank: int) -> dict[str, Any]:
-    """What the inputs look like: their condition within `rank`, participation ratio and range."""
+    """Statistics of the inputs: condition within `rank`, participation ratio, range, spectrum."""
     S_xx, _ = moments.gram()
     values = torch.linalg.eigvalsh(S_xx).clamp_min(0)
     sd = S_xx.diagonal().clamp_min(0).sqrt()
@@ -164,7 +164,7 @@ def input_stats(moments: Accumulator, rank: int) -> dict[str, Any]:
 
 
 def spectrum(values: Tensor, points: int = 48) -> list[list[float]]:
-    """[k, value] of falling positive values at about `points` places evenly spread over log k."""
+    """[k, k-th value] of positive values in falling order, at about `points` ranks k even in log k."""
     n = int((values > 0).sum())
     steps = range(points if n > 1 else n)
     places = sorted({round(n ** (i / (points - 1))) for i in steps})

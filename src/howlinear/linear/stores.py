@@ -92,7 +92,7 @@ class Known:
     shares: list[float] | None = None  # of the first positions' sum of squares, by sink unit
     norm: OutNorm | None = None
     care: Tensor | None = None  # (d_out,) weights of squared errors, see `profiling.fisher`
-    has_stream: bool = True  # can |h| and what happens to y before the add be read?
+    has_stream: bool = True  # are |h| and every norm between y and the add known?
 
     def narrow(self, units: int) -> Known:
         """The same with the first sink units alone."""

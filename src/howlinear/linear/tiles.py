@@ -1,9 +1,11 @@
 """Rows on their way into sums: kept as they are, or shifted and converted a tile at a time.
 
-kept = KeptRows()
-kept.add(x, y, weight)                          # few rows, in their own dtype
-for tile, w in tiles(x, y, weight, shift, 2048):  # many rows
-    ...                                         # tile (at most 2048, D) = [x, y] - shift
+    kept = KeptRows()
+    kept.add(x, y, weight)                              # few rows, in the dtype of the model
+    for tile, w in tiles(x, y, weight, shift, 2048):    # many rows
+        ...                                             # tile (at most 2048, D) = [x, y] - shift
+
+A tile is float64, or float32 on a device without float64.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _local = threading.local()
 
 
 class KeptRows:
-    """Rows in their own dtype, in buffers that double.
+    """Rows in the dtype that they came in, in buffers that double.
 
     One tensor for each addition would scatter small blocks over the heap between the model's large
     ones, which then never fit again: memory would grow by gigabytes for megabytes of rows.
@@ -69,7 +71,7 @@ def tiles(
     """(tile, weight): rows [`lead` empty columns, x, y] - shift, at most `most` at a time.
 
     Float64 on the device of the rows, or float32 where that device has no float64. All tiles of a
-    thread share one workspace: a tile is valid until the next one is asked for.
+    thread share one workspace: a tile is valid until the next one is made.
     """
     parts = _parts(shift, x.device)
     d_in, d_out = x.shape[-1], y.shape[-1]
