@@ -12,9 +12,9 @@ would build the original blocks and fill them with random weights.
 
 A class that is called by its name (`LlamaForCausalLM.from_pretrained`) does not look at
 `model_type`. For its sake config.json names an attention implementation that does not exist
-(`GUARD`): every stock class stops there, and the class of our own config takes it away. Somebody
-who passes `attn_implementation=` to a stock class gets past the guard, as does somebody who saves
-the loaded model again: then only the load report tells of the missing weights.
+(`GUARD`): every stock class stops there, and the export's own config class removes it. The guard has
+two gaps, where only the load report mentions the missing weights: `attn_implementation=` passed to a
+stock class, and a loaded model that is saved again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from howlinear.models.families import backbone
 
 MODULE = "modeling_howlinear"
 PREFIX = "howlinear_"
+# Relies on transformers reading `attn_implementation` from config.json before it builds a model, and
+# refusing a name that it does not know. tests/test_export_hf.py loads every family by its stock class.
 GUARD = "none: load it by an Auto class with trust_remote_code=True"
 SHARD = "5GB"
 

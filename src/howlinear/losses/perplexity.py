@@ -41,7 +41,7 @@ from howlinear.run.work import Advance
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What the unchanged model says of a chunk of n tokens, to hold variants against."""
+    """The unchanged model's predictions of a chunk of n tokens, to compare variants with."""
 
     log_p: Tensor  # (n, vocabulary), float32
     p: Tensor  # (n, vocabulary)
@@ -59,7 +59,7 @@ def reference(logits: Tensor, targets: Tensor, window: Tensor) -> Reference:
 
 
 class TokenScores:
-    """One variant's scores beside the original's, summed by window: update, then comparison()."""
+    """Scores of one variant and of the original, summed by window: update, then comparison()."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(0, 5, dtype=torch.float64)  # (windows, fields of Comparison)
@@ -172,7 +172,7 @@ class Loss:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """Two models on the same tokens, so that what both find hard cancels. Sums are by window."""
+    """Two models on the same tokens: tokens that are hard for both cancel. Sums are by window."""
 
     protocol: EvalProtocol
     counts: Tensor  # (windows,) predicted tokens, float64

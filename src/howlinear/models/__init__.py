@@ -1,5 +1,5 @@
 """Models, texts and everything that touches a model: load, find blocks, tap, swap, resume.
 
 A model is changed only inside a `with`, and every trick that patches a forward lives here.
-No measurements: rows are handed to whoever asked for them.
+No measurements: `forward.run_rows` hands rows to a callback.
 """

@@ -1,4 +1,4 @@
-"""Whether bfloat16 matrix products run on this CPU, found out in a child process.
+"""Whether bfloat16 matrix products run on this CPU, tested in a child process.
 
     limit()         # before torch is imported: restrict the instruction set where products crash
     check(dtype)    # ValueError in one line where a bfloat16 model would end the process

@@ -1,4 +1,4 @@
-"""Experts one by one: find them, hear what each was given and said, replace some of them.
+"""Experts one by one: find them, read the inputs and outputs of each, replace some of them.
 
     for mixture in mixtures(model):                 # the blocks that are mixtures of experts
         print(mixture.block.index, mixture.path, mixture.count, mixture.shared)
@@ -9,12 +9,13 @@
 
 transformers keeps all experts of a layer in one **fused** module, called with x (n, d_in), the
 chosen experts (n, k) and their weights (n, k). Expert e computes f_e(x), and the module returns
-sum_e w_e f_e(x). No expert is a module that a hook could hear, so f_e(x) is asked of the fused
-module itself: a **pair** of a row and an expert is a row with one expert and the weight 1. That
-holds for every implementation of the experts that may be set, and needs no name of a weight. What
-the pairs say is weighted, summed and held against what the layer got, in every forward.
+sum_e w_e f_e(x). No expert is a module that a hook can be attached to. So f_e(x) is computed by the
+fused module itself, called with a **pair**: a row, one expert for it and the weight 1. That works for
+every experts implementation and needs no name of a weight. This relies on the fused module's forward
+taking exactly (x, experts, weights); in every forward, the weighted sum of all pairs is compared with
+the layer's output, and a RuntimeError raised where they differ.
 
-A **shared** expert, where a layer has one, is given every token; its key is "shared".
+A **shared** expert, where a layer has one, reads every token; its key is "shared".
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ __all__ = [
 ]
 
 SHARED = "shared"
-SHARED_NAMES = ("shared_expert", "shared_experts")  # what families call it
-SLACK = 8  # times one rounding, for what the experts add up to; it is a third of one as a rule
+SHARED_NAMES = ("shared_expert", "shared_experts")  # names in transformers
+SLACK = 8  # roundings that the sum over experts may be off by; a third of one is usual
 
 Expert = int | str  # a number from 0, or SHARED
 
 
-# -------------------------------------------------------------------------- finding experts
+# -- finding experts ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Mixture:
         return [*range(self.count), *([SHARED] if self.shared else [])]
 
     def expert(self, key: Expert) -> Block:
-        """One expert as a block, for whoever keeps books by block. Numbered ones are no modules."""
+        """One expert as a Block, which results are kept by. Numbered experts are no modules."""
         if key not in self.keys:
             raise ValueError(
                 f"block {self.block.index} ({self.block.path}) has no expert {key!r}: it has "
@@ -87,9 +88,9 @@ class Mixture:
 
 
 def mixtures(model: nn.Module, at: Sequence[Block] | None = None) -> list[Mixture]:
-    """Those of the blocks (default: all) that hold a fused module of experts, in depth order."""
-    found = (_mixture(model, block) for block in (blocks(model) if at is None else at))
-    return [mixture for mixture in found if mixture is not None]
+    """The blocks (of `at`, default: all) that hold a fused module of experts, in depth order."""
+    every = (_mixture(model, block) for block in (blocks(model) if at is None else at))
+    return [mixture for mixture in every if mixture is not None]
 
 
 def _mixture(model: nn.Module, block: Block) -> Mixture | None:
@@ -103,19 +104,19 @@ def _mixture(model: nn.Module, block: Block) -> Mixture | None:
 
 
 def _count(module: nn.Module) -> int:
-    """How many experts a fused module has; 0 if it is none: it takes x, experts and weights."""
+    """How many experts a fused module has; 0 for other modules: it takes x, experts and weights."""
     sizes = {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3}
     takes = len(inspect.signature(module.forward).parameters) if sizes else 0
     return sizes.pop() if len(sizes) == 1 and takes == 3 else 0
 
 
-# -------------------------------------------------------------------------- running experts
+# -- running experts ------------------------------------------------------------------------------
 
 
 def run_pairs(fused: nn.Module, x: Tensor, experts: Tensor) -> Tensor:
     """f_e(x), without its weight, of rows x (n, d_in) and one expert a row (n,): (n, d_out).
 
-    Hooks on the module hear nothing of it. It costs what the module's own call with n / k rows does.
+    Hooks on the module do not run. Costs as much as the module's own call with n / k rows.
     """
     return fused.forward(x, experts[:, None], x.new_ones(len(x), 1))
 
@@ -141,7 +142,7 @@ class _Alone(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Routing:
-    """What a fused module is called with."""
+    """The arguments of a fused module."""
 
     x: Tensor  # (n, d_in)
     experts: Tensor  # (n, k)
@@ -152,16 +153,16 @@ class _Routing:
         return cls(*inspect.signature(fused.forward).bind(*args, **kwargs).arguments.values())
 
     def only(self, rows: Rows) -> _Routing:
-        """Of the rows that are no padding."""
+        """Without padding."""
         return _Routing(rows.x, self.experts[rows.kept], self.weights[rows.kept])
 
     def to(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Which rows an expert is given (m,), and its weights (m,)."""
+        """The rows that are routed to an expert (m,), and its weights (m,)."""
         row, slot = (self.experts == expert).nonzero(as_tuple=True)
         return row, self.weights[row, slot]
 
 
-# -------------------------------------------------------------------------------- listening
+# -- reading rows ---------------------------------------------------------------------------------
 
 Receive = Callable[[Mixture, Expert, Rows, Tensor | None], None]
 
@@ -176,13 +177,13 @@ def tap_experts(
 ) -> Iterator[None]:
     """Call `receive(mixture, expert, rows, weights)` in each forward, for each expert with a token.
 
-    `rows` are those that the expert was given, padding left out, y its own output; `weights` (n,)
-    are the router's. With `all_tokens` each expert is given every token, one expert at a time: the
-    function itself, not where it is asked; the weight is 0 where the router does not ask. A shared
-    expert hears all tokens in any case, and its weights are None: no router chose it.
+    `rows` are the tokens routed to the expert, without padding, with its output as y; `weights` (n,)
+    are the router's. With `all_tokens` each expert is run on every token, one expert at a time; the
+    weight is 0 where the router did not choose it. A shared expert gets all tokens in any case, and
+    its weights are None.
 
-    What holds of `tap` holds here, and both may listen to the same forward. Experts that are not
-    what the layer computed with raise a RuntimeError. Costs one more run of the experts, and with
+    The rules of `tap` apply, and both may read the same forward. A RuntimeError is raised where the
+    experts do not add up to the layer's output. Costs one more run of the experts, and with
     `all_tokens` another of every expert on every token.
     """
     at = mixtures(model) if at is None else at
@@ -190,9 +191,9 @@ def tap_experts(
     shared = {mixture.expert(SHARED): mixture for mixture in at if mixture.shared}
     routings: dict[Block, _Routing] = {}
 
-    def hear(block: Block, rows: Rows) -> None:
+    def take(block: Block, rows: Rows) -> None:
         if not len(rows.x):
-            return  # nothing but padding
+            return  # only padding
         if block in shared:
             receive(shared[block], SHARED, rows, None)
             return
@@ -202,35 +203,35 @@ def tap_experts(
             pairs = _pairs(module, routing)
             _check(mixture, module, rows, pairs)
             every = _everywhere(module, routing, mixture.count, rows)
-            for expert, own, weights in every if all_tokens else pairs.by_expert(rows):
-                receive(mixture, expert, own, weights)
+            for expert, some, weights in every if all_tokens else pairs.by_expert(rows):
+                receive(mixture, expert, some, weights)
 
-    def listen(block: Block) -> Any:
+    def keep_routing(block: Block) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             routings[block] = _Routing.of(module, args, kwargs)
 
         module = model.get_submodule(block.path)
         return module.register_forward_pre_hook(keep, with_kwargs=True)
 
-    with tap(model, hear, at=[*fused, *shared]), ExitStack() as stack:
+    with tap(model, take, at=[*fused, *shared]), ExitStack() as stack:
         for block in fused:
-            stack.enter_context(listen(block))
+            stack.enter_context(keep_routing(block))
         yield
 
 
-Heard = Iterator[tuple[int, Rows, Tensor]]
+ByExpert = Iterator[tuple[int, Rows, Tensor]]  # expert, its rows, its weights
 
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Every row with every expert that it was sent to, sorted by expert."""
+    """Every row with every expert that it is routed to, sorted by expert."""
 
     row: Tensor  # (n k,)
     expert: Tensor  # (n k,)
     weight: Tensor  # (n k,)
     y: Tensor  # (n k, d_out)
 
-    def by_expert(self, rows: Rows) -> Heard:
+    def by_expert(self, rows: Rows) -> ByExpert:
         """Each expert with a row, its rows and its weights."""
         chosen, sizes = self.expert.unique_consecutive(return_counts=True)
         parts = (part.split(sizes.tolist()) for part in (self.row, self.y, self.weight))
@@ -239,27 +240,27 @@ class _Pairs:
 
 
 def _pairs(fused: nn.Module, routing: _Routing) -> _Pairs:
-    """In one run, which is as large as the layer's own."""
+    """All pairs in one run, which is as large as the layer's own."""
     expert, order = routing.experts.flatten().sort(stable=True)
     row = order // routing.experts.shape[1]
     y = run_pairs(fused, routing.x[row], expert)
     return _Pairs(row, expert, routing.weights.flatten()[order], y)
 
 
-def _everywhere(fused: nn.Module, routing: _Routing, count: int, rows: Rows) -> Heard:
+def _everywhere(fused: nn.Module, routing: _Routing, count: int, rows: Rows) -> ByExpert:
     """Each expert on every row, one at a time."""
     for expert in range(count):
-        row, own = routing.to(expert)
-        weights = own.new_zeros(len(rows.x)).index_copy(0, row, own)
+        row, routed = routing.to(expert)
+        weights = routed.new_zeros(len(rows.x)).index_copy(0, row, routed)
         yield expert, replace(rows, y=_Alone(fused, expert)(rows.x)), weights
 
 
 def _check(mixture: Mixture, fused: nn.Module, rows: Rows, pairs: _Pairs) -> None:
-    """Is sum_e w_e f_e(x) what the fused module returned, row by row, but for rounding?
+    """Is sum_e w_e f_e(x) what the fused module returned, row by row, up to rounding?
 
-    The measure is sum_e |w_e f_e(x)| of the row, or of the median row where that is more: what is
-    tiny may have underflowed. Results are rounded to the rows' type a few times; the sums inside,
-    as long as a weight is wide, are in float32 or better.
+    The scale is sum_e |w_e f_e(x)| of the row, or of the median row where that is larger: tiny
+    values may have underflowed. Results are rounded to the rows' dtype a few times; sums over the
+    width of a weight are in float32 or better.
     """
     kind = torch.promote_types(rows.y.dtype, torch.float32)
     parts = pairs.weight[:, None].to(kind) * pairs.y.to(kind)
@@ -279,34 +280,34 @@ def _check(mixture: Mixture, fused: nn.Module, rows: Rows, pairs: _Pairs) -> Non
     )
 
 
-# -------------------------------------------------------------------------------- swapping
+# -- swapping -------------------------------------------------------------------------------------
 
 
 def replaced(model: nn.Module, mixture: Mixture, maps: Mapping[Expert, Replacement]) -> Replacement:
     """The layer x -> y with some experts replaced, for `swapped` and `sweep`.
 
-    Router and weights stay: rows sent to expert e get w_e maps[e](x), with rows (n, d_in) for x.
-    maps["shared"] stands for the shared expert, before its gate. Maps that are modules are part of
-    the replacement. The experts that are replaced still run, with weight 0, so this saves no time.
+    Router and weights stay: rows routed to expert e get w_e maps[e](x), x being rows (n, d_in).
+    maps["shared"] replaces the shared expert, before its gate. Maps that are modules are part of
+    the replacement. Replaced experts still run, with weight 0, so this saves no time.
     """
     for key in maps:
-        mixture.expert(key)  # is there one?
+        mixture.expert(key)  # ValueError if there is none
     return _Replaced(model, mixture, maps)
 
 
 class _Replaced(nn.Module):
-    """The layer's own module, which finds stand-ins among its children while it runs."""
+    """Runs the layer's own module with some of its children replaced."""
 
     def __init__(
         self, model: nn.Module, mixture: Mixture, maps: Mapping[Expert, Replacement]
     ) -> None:
         super().__init__()
         self.layer = model.get_submodule(mixture.block.entry)
-        own = {key: _Checked(mixture, key, run) for key, run in maps.items()}
+        checked = {key: _Checked(mixture, key, run) for key, run in maps.items()}
         self.stand_ins = nn.ModuleDict()
-        if SHARED in own and mixture.shared:
-            self.stand_ins[_name(mixture.shared)] = own.pop(SHARED)
-        self.stand_ins[_name(mixture.path)] = _Mixed(model.get_submodule(mixture.path), own)
+        if SHARED in checked and mixture.shared:
+            self.stand_ins[_name(mixture.shared)] = checked.pop(SHARED)
+        self.stand_ins[_name(mixture.path)] = _Mixed(model.get_submodule(mixture.path), checked)
 
     def forward(self, x: Tensor) -> Tensor:
         slots = self.layer._modules
@@ -320,7 +321,7 @@ class _Replaced(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """In place of a fused module: some experts get no weight, and their maps do."""
+    """In place of a fused module: replaced experts get weight 0, and their maps are added."""
 
     def __init__(self, fused: nn.Module, maps: Mapping[Expert, nn.Module]) -> None:
         super().__init__()
@@ -334,13 +335,13 @@ class _Mixed(nn.Module):
         for expert, run in zip(self.experts, self.maps, strict=True):
             row, weights = routing.to(expert)
             if len(row):
-                own = weights[:, None] * run(routing.x[row])
-                y = y.index_add(0, row, own.to(y.dtype))
+                part = weights[:, None] * run(routing.x[row])
+                y = y.index_add(0, row, part.to(y.dtype))
         return y
 
 
 class _Checked(nn.Module):
-    """A map, whose output must have an expert's shape."""
+    """A map whose output is checked to have an expert's shape."""
 
     def __init__(self, mixture: Mixture, key: Expert, run: Replacement) -> None:
         super().__init__()

@@ -160,8 +160,8 @@ def _inputs(batch: Any) -> dict[str, Tensor]:
                 "{'input_ids': ..., 'attention_mask': ...}"
             )
         batch = batch[0]  # labels follow
-    given = dict(batch) if isinstance(batch, Mapping) else {IDS: batch}
-    inputs = {name: _tensor(name, value) for name, value in given.items() if value is not None}
+    named = dict(batch) if isinstance(batch, Mapping) else {IDS: batch}
+    inputs = {name: _tensor(name, value) for name, value in named.items() if value is not None}
     if not inputs:
         raise ValueError(f"{EXPECTED}; got a dict without inputs")
     if IDS in inputs:
@@ -217,12 +217,12 @@ class Forward:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
         """The net's output; None after a StopForward."""
-        given = {k: v.to(self.device) for k, v in inputs.items() if k != "labels"}
-        if self.two_sided and IDS in given and not any(k.startswith("decoder_") for k in given):
-            given["decoder_input_ids"] = given[IDS]
+        here = {k: v.to(self.device) for k, v in inputs.items() if k != "labels"}
+        if self.two_sided and IDS in here and not any(k.startswith("decoder_") for k in here):
+            here["decoder_input_ids"] = here[IDS]
         # not inference mode: what a model in training caches, it must train with
         with torch.no_grad(), evaluating(self.model), suppress(StopForward):
-            return self.net(**given, **self.options)
+            return self.net(**here, **self.options)
 
 
 Receive = Callable[[Batch, Block, Rows], None]
