@@ -13,6 +13,7 @@ from huggingface_hub import metadata_load
 
 from conftest import need
 from howlinear.export import folder as export_folder
+from howlinear.export.card import card as card_text
 from test_export_hf import compressed, export
 from test_export_install import output
 
@@ -22,9 +23,7 @@ HOSTILE = 'a"b: *x* [y](z) <script>`'
 def card(kind="hf", origin=None, **options):
     options = {"command": "howlinear", "table": "| r2 |", "has_tokenizer": False} | options
     origin = origin or export_folder.Origin("org/name")
-    return export_folder.card(
-        kind, origin, auto="AutoModelForCausalLM", count=3, total=4, **options
-    )
+    return card_text(kind, origin, auto="AutoModelForCausalLM", count=3, total=4, **options)
 
 
 # ------------------------------------------------------------------------ the folder, or nothing

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 import howlinear
 import tiny
 from howlinear import Affine, blocks
-from howlinear.export import hf, reload
+from howlinear.export import hf, reload, weights
 from howlinear.export.install import install_maps
 from test_export_install import DENSE, maps_of, output
 
@@ -162,6 +163,25 @@ def test_without_trust_nothing_loads(auto, trust, tmp_path):
         getattr(transformers, auto).from_pretrained(folder, trust_remote_code=trust)
 
 
+def test_the_guard_of_stock_classes_works_as_described(tmp_path):
+    """Each habit of transformers that the comment at hf.GUARD names, one by one."""
+    stock = transformers.LlamaForCausalLM
+    folder = export(compressed("llama"), tmp_path / "out")
+    assert config_of(folder)["attn_implementation"] == hf.GUARD
+    config = transformers.LlamaConfig(**SMALL, attn_implementation=hf.GUARD)
+    assert config._attn_implementation == hf.GUARD  # a config takes the value ...
+    with pytest.raises(ValueError, match=re.escape(hf.GUARD)):  # ... and a model refuses it
+        stock(config)
+    with pytest.raises(ValueError, match=re.escape(hf.GUARD)):
+        stock.from_pretrained(folder)
+    loaded, _ = load(folder)  # the class of the export removes it
+    assert loaded.config._attn_implementation != hf.GUARD
+    _, info = stock.from_pretrained(  # not stopped: only the load report tells
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert any(".mlp." in name for name in info["missing_keys"])
+
+
 def test_load_of_ours(tmp_path):
     model = compressed("llama")
     folder = export(model, tmp_path / "out")
@@ -200,9 +220,9 @@ def test_code_of_others_and_quantised_weights_are_refused():
 
 
 def test_shards_dtype_and_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHARD", "4KB")
+    monkeypatch.setattr(weights, "SHARD", "4KB")
     model = compressed("llama")
-    reload.round_weights(model, torch.bfloat16)
+    weights.round_weights(model, torch.bfloat16)
     folder = export(model, tmp_path / "out", torch.bfloat16)
     files = sorted(folder.glob("model-*.safetensors"))
     assert len(files) > 2

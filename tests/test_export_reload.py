@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from howlinear.export import hf
-from howlinear.export.reload import _compare, _compare_tensors, round_weights, stored_as, verify
+from howlinear.export.reload import _compare, _compare_tensors, verify
+from howlinear.export.weights import round_weights, stored_as
 from test_export_hf import compressed, config_of, export
 
 pytestmark = pytest.mark.usefixtures("alone")

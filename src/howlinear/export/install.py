@@ -1,10 +1,10 @@
-"""Put maps in a model for good: the blocks are gone, the model is smaller, and its config says how.
+"""Install maps in a model permanently: the model gets smaller, and its config describes the change.
 
     install_maps(model, {block: affine, other: unit_map})
-    model.config.linear_blocks          # what code that loads the checkpoint needs to know
+    model.config.linear_blocks          # the description that code which loads a checkpoint needs
 
-Inside, each replaced block is a `LinearMLP` of `export.linear_blocks`: the very code that an export
-brings along, so that names of tensors here and there are the same.
+Each replaced block becomes a `LinearMLP` of `export.linear_blocks`. Exports contain a copy of that
+code, so tensors have the same names in memory and in the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howlinear.export import linear_blocks
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
@@ -23,27 +23,27 @@ from howlinear.models.units import weight_of
 
 
 def install_maps(model: nn.Module, maps: Mapping[Block, Map]) -> None:
-    """Replace blocks for good, and write `linear_blocks` into the model's config."""
+    """Replace blocks permanently, and write `linear_blocks` into the model's config."""
     base: Any = backbone(model)
     described = [describe(model, block, fitted) for block, fitted in maps.items()]
-    steps = [[attrgetter(path)(base) for path in d["steps"]] for d in described]
+    originals = [[attrgetter(path)(base) for path in d["steps"]] for d in described]
     downs = [attrgetter(d["down"])(base) if d["down"] else None for d in described]
     linear_blocks.install(base, described)
-    for d, own, down, fitted in zip(described, steps, downs, maps.values(), strict=True):
+    for d, steps, down, fitted in zip(described, originals, downs, maps.values(), strict=True):
         layer = attrgetter(d["steps"][0])(base)
-        layer.to(_weights(own)).requires_grad_(False).train(model.training)
+        like = next(p for s in steps if isinstance(s, nn.Module) for p in s.parameters())
+        layer.to(like).requires_grad_(False).train(model.training)
         with torch.no_grad():
-            _fill(layer, own, down, fitted)
+            _fill_map(layer.linear_mlp, _affine(fitted))
+            if isinstance(fitted, UnitMap):
+                _fill_units(layer.units, steps, down, fitted)
     base.config.linear_blocks = [*(getattr(base.config, "linear_blocks", None) or ()), *described]
 
 
 def describe(model: nn.Module, block: Block, fitted: Map) -> dict[str, Any]:
-    """What `linear_blocks.install` has to know; paths are the backbone's."""
-    affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
-    units = fitted.units if isinstance(fitted, UnitMap) else ()
-    hidden = None
-    if block.down is not None:
-        hidden = weight_of(attrgetter(block.down)(model)).shape[1]
+    """The description that `linear_blocks.install` takes; paths are relative to the backbone."""
+    affine = _affine(fitted)
+    down = None if block.down is None else attrgetter(block.down)(model)
     return {
         "index": block.index,
         "steps": [_from_backbone(model, path) for path in block.steps],
@@ -51,10 +51,14 @@ def describe(model: nn.Module, block: Block, fitted: Map) -> dict[str, Any]:
         "d_in": block.d_in,
         "d_out": block.d_out,
         "rank": affine.rank if isinstance(affine, Factored) else None,
-        "units": len(units),
-        "hidden": hidden,
+        "units": len(fitted.units) if isinstance(fitted, UnitMap) else 0,
+        "hidden": None if down is None else weight_of(down).shape[1],
         "extras": _extras(model, block),
     }
+
+
+def _affine(fitted: Map) -> Affine | Factored:
+    return fitted.affine if isinstance(fitted, UnitMap) else fitted
 
 
 def _from_backbone(model: nn.Module, path: str) -> str:
@@ -68,7 +72,7 @@ def _from_backbone(model: nn.Module, path: str) -> str:
 
 
 def _extras(model: nn.Module, block: Block) -> int:
-    """How many values the block returns beside y; -1: it is no tuple."""
+    """The number of values that the block returns beside y; -1 if it returns no tuple."""
     if block.family in FAMILIES or len(block.steps) > 1:
         return -1
     module = model.get_submodule(block.entry)
@@ -78,13 +82,8 @@ def _extras(model: nn.Module, block: Block) -> int:
     return len(output) - 1 if isinstance(output, tuple) else -1
 
 
-def _weights(steps: list[Any]) -> Tensor:
-    return next(p for step in steps if isinstance(step, nn.Module) for p in step.parameters())
-
-
-def _fill(layer: Any, steps: list[Any], down: nn.Module | None, fitted: Map) -> None:
-    affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
-    last = matrix = layer.linear_mlp
+def _fill_map(matrix: Any, affine: Affine | Factored) -> None:
+    last = matrix
     if isinstance(affine, Affine):
         matrix.weight.copy_(affine.weight)
     elif affine.rank:
@@ -92,17 +91,20 @@ def _fill(layer: Any, steps: list[Any], down: nn.Module | None, fitted: Map) -> 
         matrix[0].weight.copy_(affine.into)
         last.weight.copy_(affine.out)
     last.bias.copy_(affine.bias)
-    if not isinstance(fitted, UnitMap):
-        return
+
+
+def _fill_units(units: Any, steps: list[Any], down: nn.Module | None, fitted: UnitMap) -> None:
+    """Copy the rows of the kept hidden units from the block's own projections."""
     kept = torch.tensor(fitted.units)
-    parts = layer.units.steps() if len(steps) > 1 else [layer.units]
+    parts = units.steps() if len(steps) > 1 else [units]
     for part, step in zip(parts, steps, strict=True):
         for name, original in step.named_modules() if isinstance(step, nn.Module) else ():
             if original is down:
                 part.get_submodule(name).weight.copy_(fitted.write)
             elif (shape := projection_shape(original)) is not None:
-                hidden = shape[1] * len(kept) // part.get_submodule(name).out_features
+                narrow = part.get_submodule(name)
+                hidden = shape[1] * len(kept) // narrow.out_features
                 rows = torch.cat([kept + start for start in range(0, shape[1], hidden)])
-                part.get_submodule(name).weight.copy_(weight_of(original)[rows])
+                narrow.weight.copy_(weight_of(original)[rows])
                 if original.bias is not None:
-                    part.get_submodule(name).bias.copy_(original.bias[rows])
+                    narrow.bias.copy_(original.bias[rows])

@@ -1,4 +1,4 @@
-"""Llama-likes as `nemotron-nas` checkpoints, whose readers know a block that is one matrix.
+"""Models like Llama as `nemotron-nas` checkpoints, a format that has blocks of one matrix.
 
     notes = save(model, {block: affine}, folder)   # config.json, weights, the config's class
     read_back(folder)                              # a Llama built from that folder alone
@@ -6,13 +6,13 @@
 The format describes each layer (`block_configs`): a replaced block has `replace_with_linear` and
 the tensor `model.layers.N.mlp.linear_mlp.weight`, d x d and without bias, so only maps that were
 fitted without an intercept can be written. Any other block states its width m as a multiple,
-`ffn_mult`, that readers turn back into int(2 ffn_mult d / 3), rounded up to 256: m itself must be a
-multiple of 256. Heads are d / number of heads wide, and rotary settings are kept under their old
-names, `rope_theta` and `rope_scaling`. Attention and activation must be Llama's.
+`ffn_mult`; readers compute int(2 ffn_mult d / 3) and round it up to 256, so m must be a multiple of
+256. Heads are d / number of heads wide, and rotary settings have their old names, `rope_theta` and
+`rope_scaling`. Attention and activation must be Llama's.
 
-Readers of linear blocks: TensorRT-LLM, which takes the config's class from the folder
-(`--trust_remote_code`); mlx-lm, once the tensor is called `mlp.linear.weight`. vLLM and llama.cpp
-know the format, not its linear blocks.
+TensorRT-LLM reads linear blocks and takes the config's class from the folder
+(`--trust_remote_code`); mlx-lm reads them after the tensor is renamed to `mlp.linear.weight`. vLLM
+and llama.cpp read the format but not its linear blocks.
 """
 
 from __future__ import annotations
@@ -23,32 +23,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from howlinear.export.folder import write_generation
+from howlinear.export.folder import write_generation, write_json
+from howlinear.export.hf import INSTEAD
+from howlinear.export.linear_blocks import LinearMLP
+from howlinear.export.weights import dtype_name, write_weights
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import Block, blocks
 
-MULTIPLE = 256  # what readers round a width up to
-INSTEAD = "use --export hf"
+MULTIPLE = 256  # readers round a width up to a multiple of this
 KEPT = (  # settings of a Llama that mean the same in both formats
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "pad_token_id",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "use_cache",
-    "vocab_size",
+    *("attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size"),
+    *("initializer_range", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"),
+    *("pad_token_id", "rms_norm_eps", "tie_word_embeddings", "use_cache", "vocab_size"),
 )
 
-# Engines read settings of a layer as attributes (`.ffn.no_op`), transformers wants to write JSON.
+# Engines read the settings of a layer as attributes (`.ffn.no_op`); transformers writes them as JSON.
 CONFIGURATION = '''"""The config of a nemotron-nas checkpoint: one entry of block_configs per layer."""
 
 from transformers import PretrainedConfig
@@ -72,47 +64,48 @@ class DeciLMConfig(PretrainedConfig):
             Settings({part: Settings(values) for part, values in layer.items()})
             for layer in block_configs
         ]
-        self.max_position_embeddings = max_position_embeddings  # scaled rotations ask for it
+        self.max_position_embeddings = max_position_embeddings  # scaled rotary positions read it
         super().__init__(**settings)
 '''
 
 
-def save(model: nn.Module, maps: Mapping[Block, Map], folder: str | Path) -> list[str]:
-    """Write the checkpoint into a folder, which may hold other files, and say what reads it.
-
-    The tokenizer is the caller's.
-    """
-    from huggingface_hub import save_torch_state_dict
-
-    config, tensors = checkpoint(model, maps)  # every refusal comes from here
+def save(
+    model: nn.Module,
+    maps: Mapping[Block, Map],
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Write the checkpoint, without a tokenizer, into a folder; return notes on what reads it."""
+    dtype = dtype or next(model.parameters()).dtype
+    config, tensors = checkpoint(model, maps, dtype)  # raises for what the format cannot hold
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(tensors, folder)
+    write_weights(tensors, folder, dtype)
     (folder / "configuration_decilm.py").write_text(CONFIGURATION)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_json(folder / "config.json", config, sort_keys=True)
     write_generation(model, folder)
     return [
-        f"{len(maps)} of {config['num_hidden_layers']} blocks are linear: for TensorRT-LLM as it is, "
-        "for mlx-lm with mlp.linear_mlp renamed mlp.linear; vLLM and llama.cpp cannot run them"
+        f"{len(maps)} of {config['num_hidden_layers']} blocks are linear: TensorRT-LLM reads them as they "
+        "are, mlx-lm after mlp.linear_mlp is renamed to mlp.linear; vLLM and llama.cpp cannot run them"
     ]
 
 
 def checkpoint(
-    model: nn.Module, maps: Mapping[Block, Map]
+    model: nn.Module, maps: Mapping[Block, Map], dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors, nothing written yet."""
+    """The config and the tensors; writes nothing."""
     config: Any = model.config
     _check_family(model, config)
     known = blocks(model)
     for block, fitted in maps.items():
         if block not in known:
-            raise ValueError(f"{_name(block)} is no block of this {config.model_type}")
+            raise ValueError(f"{block} is no block of this {config.model_type}")
         _check_map(block, fitted)
     described = {name: getattr(config, name) for name in KEPT} | {
         "model_type": "nemotron-nas",
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "attention_bias": False,
         "mlp_bias": False,
         "intermediate_size": None,  # these two are in block_configs
@@ -123,7 +116,7 @@ def checkpoint(
 
 
 def ffn_mult(width: int, d: int) -> float:
-    """The multiple of 2 d / 3 that all readers turn into this width; some keep six decimals."""
+    """The multiple of 2 d / 3 from which all readers compute this width; some keep six decimals."""
     multiple = round(3 * width / (2 * d), 6)
     if (got := width_of(multiple, d)) != width:
         raise ValueError(
@@ -134,14 +127,14 @@ def ffn_mult(width: int, d: int) -> float:
 
 
 def width_of(multiple: float, d: int) -> int:
-    """What readers of the format make of `ffn_mult`."""
+    """The width that readers of the format compute from `ffn_mult`."""
     return -(-int(2 * multiple * d / 3) // MULTIPLE) * MULTIPLE
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Refuse, before hours of work, what `save` would refuse whatever the maps are.
+    """Refuse a model that `save` would refuse with any maps, before hours of work.
 
-    Widths count too, although they would not matter if every block were replaced.
+    Widths are checked too, although they would not matter if every block were replaced.
     """
     config: Any = model.config
     _check_family(model, config)
@@ -149,7 +142,7 @@ def check_exportable(model: nn.Module) -> None:
 
 
 def _check_family(model: nn.Module, config: Any) -> None:
-    """Is this a Llama in all that the format does not say?"""
+    """Refuse a model that differs from Llama in something that the format does not describe."""
     kind = config.model_type
     if type(model).__name__ not in ("LlamaForCausalLM", "MistralForCausalLM"):
         raise ValueError(
@@ -181,11 +174,11 @@ def _check_map(block: Block, fitted: Map) -> None:
         "two factors": isinstance(fitted, Factored),
         "a bias": isinstance(fitted, Affine) and bool(fitted.bias.any()),
     }
-    for what, holds in has.items():
+    for part, holds in has.items():
         if holds:
             raise ValueError(
-                f"{_name(block)}: a linear block of nemotron-nas is one matrix, and this map has "
-                f"{what}; fit whole matrices without intercept, or {INSTEAD}"
+                f"{block}: a linear block of nemotron-nas is one matrix, and this map has "
+                f"{part}; fit whole matrices without intercept, or {INSTEAD}"
             )
 
 
@@ -211,7 +204,7 @@ def _block_config(config: Any, block: Block, maps: Mapping[Block, Map]) -> dict[
 
 
 def _rotary(config: Any) -> dict[str, Any]:
-    """Under the names of old: readers of this format look for no others."""
+    """Rotary settings under their old names, the only ones that readers of this format know."""
     settings = dict(config.rope_parameters)
     theta = settings.pop("rope_theta")
     plain = settings.get("rope_type") == "default"
@@ -219,8 +212,8 @@ def _rotary(config: Any) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module, tied: bool, maps: Mapping[Block, Map]) -> dict[str, Tensor]:
-    gone = tuple(f"{block.entry}." for block in maps)
-    state = {n: t for n, t in model.state_dict().items() if not n.startswith(gone)}
+    replaced = tuple(f"{block.entry}." for block in maps)
+    state = {n: t for n, t in model.state_dict().items() if not n.startswith(replaced)}
     if tied:
         del state["lm_head.weight"]
     like = next(model.parameters())
@@ -234,14 +227,14 @@ def _tensors(model: nn.Module, tied: bool, maps: Mapping[Block, Map]) -> dict[st
 
 
 def read_back(folder: str | Path) -> nn.Module:
-    """A stock Llama built from nothing but the folder, as an engine would: to verify an export."""
+    """A stock Llama built from the folder alone, as an engine would, to verify an export."""
     from safetensors.torch import load_file
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    said = json.loads((Path(folder) / "config.json").read_text())
-    d, heads, layers = said["hidden_size"], said["num_attention_heads"], said["block_configs"]
+    stored = json.loads((Path(folder) / "config.json").read_text())
+    d, heads, layers = (stored[k] for k in ("hidden_size", "num_attention_heads", "block_configs"))
     (group,) = {layer["attention"]["n_heads_in_group"] for layer in layers}
-    settings = {name: said[name] for name in (*KEPT, "rope_theta", "rope_scaling", "dtype")}
+    settings = {name: stored[name] for name in (*KEPT, "rope_theta", "rope_scaling", "dtype")}
     config = LlamaConfig(**settings, num_key_value_heads=heads // group, intermediate_size=1)
     model = LlamaForCausalLM(config)
     for place, layer in zip(model.model.layers, layers, strict=True):
@@ -251,7 +244,7 @@ def read_back(folder: str | Path) -> nn.Module:
         state |= load_file(file)
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    # Assigned: model.to(dtype) would round frequencies of rotary positions as well.
+    # assign: model.to(dtype) would also round the frequencies of rotary positions
     model.load_state_dict(state, strict=True, assign=True)
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -263,21 +256,9 @@ def _feed_forward(config: Any, ffn: Mapping[str, Any], d: int) -> nn.Module:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     if ffn["replace_with_linear"]:
-        return _LinearMLP(d)
+        layer = LinearMLP(d, d)
+        layer.linear_mlp.bias = None
+        return layer
     config = copy.copy(config)
     config.intermediate_size = width_of(ffn["ffn_mult"], d)
     return LlamaMLP(config)
-
-
-class _LinearMLP(nn.Module):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.linear_mlp = nn.Linear(d, d, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear_mlp(x)
-        return y
-
-
-def _name(block: Block) -> str:
-    return f"block {block.index} ({block.path})"

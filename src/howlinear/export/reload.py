@@ -1,6 +1,6 @@
-"""Is what loads from a folder the model that was written there? A new process tells.
+"""Check an export by loading it in a new process and comparing it with the model that was written.
 
-round_weights(model, torch.bfloat16)            # what is checked is what is saved
+round_weights(model, torch.bfloat16)            # the model in memory equals the stored one
 with stored_as(model, torch.bfloat16):
     model.save_pretrained(folder)
 verify(folder, model, {"input_ids": ids}, "narrow")
@@ -15,8 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,83 +23,41 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.export.hf import auto_class
+from howlinear.export.weights import weight_files
 from howlinear.models.ggufs import one_line
 
 logger = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------------------------------- rounding
-
-
-def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round all that is saved to `dtype`, in place, and leave the model in float32.
-
-    A checkpoint in bfloat16 is another model than the one in memory; after this they are the same,
-    and can be compared to the rounding of float32.
-    """
-    model.float()
-    state = model.state_dict()
-    tensors = {name: t for name, t in state.items() if t.is_floating_point() and t.numel()}
-    for name, tensor in tensors.items():
-        low, high = (float(end) for end in tensor.aminmax())  # isfinite takes 20 times longer
-        if not -torch.finfo(dtype).max <= low <= high <= torch.finfo(dtype).max:
-            raise ValueError(f"{name} does not fit in {dtype}")
-    for tensor in tensors.values():
-        tensor.copy_(tensor.to(dtype))
-
-
-@contextmanager
-def stored_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, all that is saved is in `dtype`, and afterwards in float32 again.
-
-    Nothing is lost if it was rounded before. `model.to(dtype)` would round more: frequencies of
-    rotary positions, which are not saved.
-    """
-    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if t.is_floating_point()}
-    try:
-        for tensor in held.values():
-            tensor.data = tensor.data.to(dtype)
-        yield
-    finally:
-        for tensor in held.values():
-            tensor.data = tensor.data.float()
-
-
-# ------------------------------------------------------------------------------------- checking
-
-
 def verify(folder: Path, model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> None:
-    """Load the folder in a new process, and compare; ValueError if it differs.
+    """Load the folder in a new process and compare; ValueError if it differs.
 
-    `model` is what was written, after `round_weights`, in eval mode; `inputs` are a few short
-    windows, as the model takes them. The new process has no howlinear, except that nothing else
-    reads nemotron-nas there. What it loads must be the model's tensors, bit for bit. In float32, the
-    first output (logits, or hidden states without a head) must agree to 1e-4 of its largest value:
-    another order of summation changes it by 1e-6 to 1e-5, a layer in bfloat16 by 1e-3 or more. Greedy
-    generation must choose the same 16 tokens, up to a choice between equals.
+    `model` is the model that was written, after `round_weights`, in eval mode; `inputs` are a few
+    short windows. The new process cannot import howlinear, except for nemotron-nas, which nothing
+    else reads there. The loaded tensors must equal the model's bit for bit. In float32 the first
+    output (logits, or hidden states without a head) must agree to 1e-4 of its largest value: another
+    order of summation changes it by 1e-6 to 1e-5, a layer in bfloat16 by 1e-3 or more. Greedy
+    generation must choose the same 16 tokens, except where two tokens are equally likely.
     """
     _check_size(folder, model)
     try:
         want = _results(model, dict(inputs))
-    except (LookupError, TypeError, ValueError, RuntimeError) as err:  # transformers' own limits
+    except (LookupError, TypeError, ValueError, RuntimeError) as err:  # raised by transformers
         logger.warning("only outputs are compared: the model does not generate: %s", one_line(err))
         want = _results(model, dict(inputs), generate=False)
     with tempfile.TemporaryDirectory() as work:
-        got, told = _in_new_process(folder, model, inputs, kind, Path(work), "tokens" in want)
-    if told["wrong"]:
+        arguments = (kind, auto_class(model), "generate" if "tokens" in want else "")
+        got, state = _in_new_process(folder, inputs, arguments, Path(work))
+    if state["wrong"]:
         raise ValueError(
-            f"{folder} loads with missing or unknown weights, first {told['wrong'][0]}"
+            f"{folder} loads with missing or unknown weights, first {state['wrong'][0]}"
         )
-    _compare_tensors(folder, _digests(model), told["digests"])
+    _compare_tensors(folder, _digests(model), state["digests"])
     _compare(folder, want, got)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
 def _check_size(folder: Path, model: nn.Module) -> None:
-    """The files hold no more than the model's tensors, tied ones once, in the dtype they should have."""
+    """Refuse files that are larger than the model's tensors in the dtype of the config, tied ones once."""
     dtype = getattr(torch, json.loads((folder / "config.json").read_text())["dtype"])
     tensors = {(t.data_ptr(), t.shape): t for t in model.state_dict().values()}.values()
     most = sum(
@@ -115,7 +72,7 @@ def _check_size(folder: Path, model: nn.Module) -> None:
 
 
 def _compare_tensors(folder: Path, want: Mapping[str, str], got: Mapping[str, str]) -> None:
-    """By name and digest."""
+    """Compare digests by name."""
     wrong = sorted(n for n in want.keys() | got.keys() if want.get(n) != got.get(n))
     if wrong:
         raise ValueError(
@@ -131,7 +88,7 @@ def _compare(folder: Path, want: Mapping[str, Tensor], got: Mapping[str, Tensor]
         shapes = f"{tuple(got['output'].shape)}, expected {tuple(want['output'].shape)}"
         raise ValueError(f"{folder} gives an output of shape {shapes}")
     apart = float((got["output"] - want["output"]).abs().max())
-    if not apart <= close:  # NaN is not
+    if not apart <= close:  # also true of NaN
         raise ValueError(
             f"{folder} gives other outputs when loaded: {apart:.3g} apart, {close:.3g} at most"
         )
@@ -142,32 +99,32 @@ def _compare(folder: Path, want: Mapping[str, Tensor], got: Mapping[str, Tensor]
         two = want["scores"][step][differ].topk(2).values
         if bool((two[:, 0] - two[:, 1] > 2 * close).any()):
             raise ValueError(f"{folder} generates other text when loaded, from token {step} on")
-        return  # a choice between equals: what follows may differ
+        return  # two tokens are equally likely: the text after them may differ
 
 
 # ----------------------------------------------------------------------------- the new process
-# These three are sent there as text: they need no name of this module.
+# The source of these three functions is the program of the new process: they use no other name here.
 
 
 def _results(model: Any, inputs: dict[str, Tensor], generate: bool = True) -> dict[str, Tensor]:
-    """The first output, and 16 greedy tokens with their logits where the model writes text."""
+    """The first output; 16 greedy tokens and their logits where the model generates text."""
     import torch
 
     with torch.no_grad():
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in inputs.items()}
-        found = {"output": model(**inputs)[0].cpu().contiguous()}
+        results = {"output": model(**inputs)[0].cpu().contiguous()}
         if generate and model.can_generate() and "input_ids" in inputs:
             prompt = {n: v for n, v in inputs.items() if n in ("input_ids", "attention_mask")}
             options = {"output_logits": True, "return_dict_in_generate": True, "num_beams": 1}
             made = model.generate(**prompt, **options, max_new_tokens=16, do_sample=False)
-            found["scores"] = torch.stack(made.logits).float().cpu()  # (steps, B, vocabulary)
-            found["tokens"] = made.sequences[:, -len(made.logits) :].t().cpu().contiguous()
-    return found
+            results["scores"] = torch.stack(made.logits).float().cpu()  # (steps, B, vocabulary)
+            results["tokens"] = made.sequences[:, -len(made.logits) :].t().cpu().contiguous()
+    return results
 
 
 def _digests(model: Any) -> dict[str, str]:
-    """A hash of each tensor by name."""
+    """Shape and SHA-256 of each tensor by name."""
     import hashlib
 
     state = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
@@ -176,7 +133,8 @@ def _digests(model: Any) -> dict[str, str]:
     }
 
 
-def _reload(folder: str, kind: str, auto: str, work: str, generate: str) -> None:
+def _reload(folder: str, work: str, kind: str, auto: str, generate: str) -> None:
+    """Load the folder; write its results, tensors' digests and missing or unknown names to `work`."""
     import json
     import sys
     from pathlib import Path
@@ -200,40 +158,31 @@ def _reload(folder: str, kind: str, auto: str, work: str, generate: str) -> None
         wrong = {*info["missing_keys"], *info["unexpected_keys"]}
     from safetensors.torch import load_file, save_file
 
-    given = load_file(Path(work, "inputs"))
-    save_file(_results(model.eval(), given, bool(generate)), Path(work, "got"))
-    told = {"wrong": sorted(wrong), "digests": _digests(model)}
-    Path(work, "told").write_text(json.dumps(told))
+    inputs = load_file(Path(work, "inputs"))
+    save_file(_results(model.eval(), inputs, bool(generate)), Path(work, "results"))
+    state = {"wrong": sorted(wrong), "digests": _digests(model)}
+    Path(work, "state").write_text(json.dumps(state))
 
 
 def _in_new_process(
-    folder: Path,
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    kind: str,
-    work: Path,
-    generate: bool,
+    folder: Path, inputs: Mapping[str, Tensor], arguments: Sequence[str], work: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The results of the loaded model, and the digests of its tensors."""
     from safetensors.torch import load_file, save_file
 
-    save_file(
-        {name: ids.cpu().clone().contiguous() for name, ids in inputs.items()}, work / "inputs"
-    )
-    parts = [inspect.getsource(part) for part in (_results, _digests, _reload)]
-    program = "\n".join(
-        ["from __future__ import annotations", *parts, "import sys", "_reload(*sys.argv[1:])"]
-    )
-    given = (str(folder.resolve()), kind, auto_class(model), str(work), "generate" * generate)
-    own = {
+    copies = {name: ids.cpu().clone().contiguous() for name, ids in inputs.items()}
+    save_file(copies, work / "inputs")
+    functions = [inspect.getsource(part) for part in (_results, _digests, _reload)]
+    head = "from __future__ import annotations"
+    program = "\n".join([head, *functions, "import sys", "_reload(*sys.argv[1:])"])
+    variables = {
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(work / "modules"),
-        "OMP_NUM_THREADS": str(
-            torch.get_num_threads()
-        ),  # on a busy machine, more can be far slower
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # more can be far slower if others compute
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program, *given],
-        env={**os.environ, **own},
+        [sys.executable, "-P", "-c", program, str(folder.resolve()), str(work), *arguments],
+        env={**os.environ, **variables},
         cwd=work,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -243,4 +192,4 @@ def _in_new_process(
     if done.returncode:
         why = one_line((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
         raise ValueError(f"{folder} does not load in a new process: {why}")
-    return load_file(work / "got"), json.loads((work / "told").read_text())
+    return load_file(work / "results"), json.loads((work / "state").read_text())

@@ -41,6 +41,9 @@ class Block:
     copies: bool = False  # the layer changes y in place, or may: keep a copy of it
     expert: str = ""  # of a mixture's experts, which one: see `experts`
 
+    def __str__(self) -> str:
+        return f"block {self.index} ({self.path})"
+
     @property
     def entry(self) -> str:
         """The module whose first input is x."""

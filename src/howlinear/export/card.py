@@ -1,0 +1,172 @@
+"""README.md of an export: what was replaced, what was measured, how to load it, how it was made.
+
+table = measured_table(result, exported, change)
+text = card("narrow", origin("org/name"), auto="AutoModelForCausalLM", table=table, ...)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from howlinear.compression.compress import Compression
+from howlinear.export.folder import Origin
+from howlinear.losses.perplexity import Comparison
+from howlinear.models.ggufs import one_line
+
+CARD = """\
+---
+{front}---
+
+# {title}
+
+{count} of the {total} feed-forward blocks of {base} are replaced by maps that were fitted to the
+blocks' inputs and outputs.
+
+{table}
+
+## Load
+
+{load}
+## How it was made
+
+{fence}
+{command}
+{fence}
+"""
+TRANSFORMERS = """\
+```python
+from transformers import {auto}{and_tokenizer}
+model = {auto}.from_pretrained("."{trust})
+{tokenizer}```
+
+`.` is the folder of this file. """
+LOAD = {
+    "hf": TRANSFORMERS
+    + """`trust_remote_code` is needed because no class of transformers has
+such blocks. The code is one short file, `modeling_howlinear.py`; `linear_blocks` in
+`config.json` lists the blocks.
+""",
+    "narrow": TRANSFORMERS
+    + """It loads with plain transformers and contains no code: the maps are
+written as hidden units of the model's own kind.
+""",
+    "nemotron-nas": """\
+The format is `nemotron-nas`; `block_configs` in `config.json` lists which blocks are linear.
+TensorRT-LLM reads it as it is (`--trust_remote_code`), mlx-lm after `mlp.linear_mlp` is renamed to
+`mlp.linear`. vLLM and llama.cpp read the format but not its linear blocks.
+
+```python
+from howlinear.export.nemotron_nas import read_back
+model = read_back(".")
+```
+
+`.` is the folder of this file; `read_back` is for checking.
+""",
+}
+FRONT: dict[str, dict[str, Any]] = {
+    "hf": {"library_name": "transformers", "tags": ["howlinear", "custom_code"]},
+    "narrow": {"library_name": "transformers", "tags": ["howlinear"]},
+    "nemotron-nas": {"tags": ["howlinear", "nemotron-nas"]},
+}
+
+
+def card(
+    kind: str,
+    origin: Origin,
+    *,
+    auto: str,
+    count: int,
+    total: int,
+    table: str,
+    command: str,
+    has_tokenizer: bool = True,
+) -> str:
+    """README.md of an export with `count` of `total` blocks replaced, loaded by the Auto class `auto`.
+
+    `table` is markdown and goes in unchanged; names and the command are escaped.
+    """
+    from huggingface_hub.utils import yaml_dump
+
+    front = {"base_model": one_line(origin.base_model), **origin.license, **FRONT[kind]}
+    base, command = markdown(origin.base_model), one_line(command, limit=10_000)
+    trust = ", trust_remote_code=True" if kind == "hf" else ""  # tokenizers need it too
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("."{trust})\n'
+    load = LOAD[kind].format(
+        auto=auto,
+        trust=trust,
+        and_tokenizer=", AutoTokenizer" if has_tokenizer else "",
+        tokenizer=tokenizer if has_tokenizer else "",
+    )
+    return CARD.format(
+        front=yaml_dump(front),
+        title=f"{base.rpartition('/')[2]} with linear blocks",
+        base=base,
+        count=count,
+        total=total,
+        table=table.strip(),
+        load=load,
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0)),
+        command=command,
+    )
+
+
+def markdown(text: str) -> str:
+    """A name from elsewhere as plain text in Markdown and HTML."""
+    return re.sub(r"([\\`*_\[\]{}<>()#|!&~])", r"\\\1", one_line(text))
+
+
+# ------------------------------------------------------------------------------------- tables
+
+
+def measured_table(result: Compression, exported: dict[str, Any], change: Comparison | None) -> str:
+    """Perplexity and sizes, notes, and what replaces each block, in markdown."""
+    rows = [_row("", "original", "compressed", "change"), "|---|---:|---:|---:|"]
+    if change is not None:
+        a, b = change.original, change.changed
+        values = ((a.perplexity, a.perplexity_se), (b.perplexity, b.perplexity_se))
+        growth = f"{change.delta_ppl:+.3f} ± {change.delta_ppl_se:.3f}"
+        rows.append(_row("perplexity", *(f"{v:.3f} ± {se:.3f}" for v, se in values), growth))
+    rows += _sizes(result, exported["parameters"], exported["dtype"])
+    notes = [f"- {markdown(note)}" for note in (*result.notes, *exported["notes"])]
+    protocol = [] if change is None else [_protocol(result, exported["dtype"], change)]
+    parts = [rows, protocol, notes, _blocks(result)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _sizes(result: Compression, after: int, dtype: str) -> list[str]:
+    before, size = result.parameters, getattr(torch, dtype).itemsize / 1e6
+    feed_forward = result.feed_forward, result.feed_forward - (before - after)
+    counts = {"parameters": (before, after), "in feed-forward blocks": feed_forward}
+    rows = [_row(k, f"{a:,}", f"{b:,}", f"{b / a - 1:+.1%}") for k, (a, b) in counts.items()]
+    return [*rows, _row(f"MB in {dtype}", f"{before * size:,.1f}", f"{after * size:,.1f}", "")]
+
+
+def _protocol(result: Compression, dtype: str, change: Comparison) -> str:
+    corpus = result.about.get("corpus") or {}
+    text = " ".join(str(corpus[key]) for key in ("name", "report") if corpus.get(key))
+    return (
+        f"Perplexity: {change.protocol}; {change.tokens:,} tokens"
+        f"{f' of {markdown(text)}' if text else ''}, with weights in {dtype}. ± is one standard error over "
+        "windows; the change is paired by window. Before rounding, KL(original, compressed) was "
+        f"{change.kl:.4f} ± {change.kl_se:.4f} nats per token, and the most likely token was the same "
+        f"for {change.top1:.1%} of tokens."
+    )
+
+
+def _blocks(result: Compression) -> list[str]:
+    rows = [_row("block", "replaced by", "parameters", "instead of"), "|---|---|---:|---:|"]
+    for b in result.blocks:
+        if b.replaced:
+            matrix = {None: "a matrix", 0: ""}.get(b.rank, f"a matrix of rank {b.rank}")
+            units = f"{len(b.units)} of its hidden units" if b.units else ""
+            parts = " and ".join(part for part in (matrix, units) if part) or "a constant"
+            name = f"{b.index} {markdown(b.path)}"
+            rows.append(_row(name, parts, f"{b.parameters_left:,}", f"{b.parameters:,}"))
+    return rows
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,82 @@
+"""Weights as they are stored: rounded to a dtype, written in shards.
+
+round_weights(model, torch.bfloat16)              # the model in memory is then the stored one
+write_weights(model.state_dict(), folder, torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from howlinear.export.folder import write_json
+
+SHARD = "5GB"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round all saved tensors to `dtype`, in place, and leave the model in float32.
+
+    A checkpoint in bfloat16 is another model than the float32 one in memory. After rounding they
+    are the same and can be compared to float32 precision.
+    """
+    model.float()
+    state = model.state_dict()
+    tensors = {name: t for name, t in state.items() if t.is_floating_point() and t.numel()}
+    for name, tensor in tensors.items():
+        low, high = (float(end) for end in tensor.aminmax())  # isfinite takes 20 times longer
+        if not -torch.finfo(dtype).max <= low <= high <= torch.finfo(dtype).max:
+            raise ValueError(f"{name} does not fit in {dtype}")
+    for tensor in tensors.values():
+        tensor.copy_(tensor.to(dtype))
+
+
+@contextmanager
+def stored_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Saved tensors are in `dtype` inside the block and in float32 again after it.
+
+    Rounded weights lose nothing. `model.to(dtype)` would also round tensors that are not saved,
+    such as the frequencies of rotary positions.
+    """
+    tensors = {id(t): t for t in model.state_dict(keep_vars=True).values() if t.is_floating_point()}
+    try:
+        for tensor in tensors.values():
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor in tensors.values():
+            tensor.data = tensor.data.float()
+
+
+def write_weights(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Write tensors as safetensors in `dtype`; integers stay integers.
+
+    Tensors are cast shard by shard, so one shard beside the model is in memory.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    kinds = {name: dtype if t.is_floating_point() else t.dtype for name, t in state.items()}
+    shapes = {name: t.to("meta", kinds[name]) for name, t in state.items()}
+    plan = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD)
+    for file, names in plan.filename_to_tensors.items():
+        shard = {  # copies, since safetensors refuses tensors that share memory
+            name: state[name].detach().to("cpu", kinds[name], copy=True).contiguous()
+            for name in names
+        }
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
