@@ -101,7 +101,7 @@ def test_profile_of_several_texts_and_compare(here, little, tmp_path):
         ),
         (
             ("profile", "{model}", "--corpus", "a=wikitext", "--corpus", "a=python-docs"),
-            "there twice",
+            "occurs twice",
         ),
         (("profile", "{model}", "--corpus", "../x=wikitext"), "NAME=SOURCE"),
         (("profile", "{model}", "--corpus", "a=missing.txt"), "does not exist"),
@@ -109,7 +109,7 @@ def test_profile_of_several_texts_and_compare(here, little, tmp_path):
         (("control", "cross-feed", "{model}", "{model}", "--pairs", "9:9"), "3 and 3 blocks"),
         (("control", "checkpoints", "{root}", "--revisions", "step7"), "has no checkpoint step7"),
         (("control", "checkpoints", "some/model"), "--revisions step0,main"),
-        (("control", "matched", "{run}", "--text-file", "x.txt"), "has a text of its own"),
+        (("control", "matched", "{run}", "--text-file", "x.txt"), "determines the text"),
         (("compare", "{run}"), "two or more"),
         (("compare", "{run}", "{root}"), "does not exist"),
     ],

@@ -120,5 +120,5 @@ def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complai
 def test_windows_longer_than_the_positions_are_shortened(little, here):
     flags = ("--tokens", "300", "--units", "0", "--blocks", "1", "--eval", "windows-4096")
     done = here("swap", little / "run", *flags, "--json")
-    assert "all that the model has positions for" in done.stderr
+    assert "the model has no more positions" in done.stderr
     assert json.loads(done.stdout)["base"]["protocol"] == "windows-512"

@@ -107,5 +107,5 @@ def test_a_peer_that_is_gone_is_one_line(tmp_path):
     second.kill()
     told = first.stderr.read()
     assert first.wait(60) == 1
-    assert "howlinear: another process is gone" in told.splitlines()[-1]
+    assert "howlinear: another process ended" in told.splitlines()[-1]
     assert "Traceback" not in told

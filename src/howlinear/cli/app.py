@@ -101,7 +101,7 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; nothing half-written is left", INTERRUPTED)
+        _fail("interrupted; no incomplete file is left", INTERRUPTED)
     except UsageError as err:
         _fail(err.format_message(), 2)
     except MemoryError:
@@ -111,7 +111,7 @@ def main() -> None:
     except RuntimeError as err:
         kinds = {kind.__name__ for kind in type(err).__mro__}
         if "gloo" in str(err) or "DistError" in kinds:
-            _fail(f"another process is gone, this one cannot go on ({str(err)[:120]})", 1)
+            _fail(f"another process ended, so this one cannot continue ({str(err)[:120]})", 1)
         if "out of memory" not in str(err).lower() and "can't allocate" not in str(err):
             raise
         _fail("out of memory: lower --batch-size, --folds or --max-length", 2)

@@ -85,7 +85,7 @@ def compress(
     if export is Export.nemotron_nas:  # has no place for biases, factors and units
         settings |= {"rank": "full", "units": 0, "intercept": False}
     if out is None and not dry_run:
-        raise ValueError("where to? Name a folder with -o, or pass --dry-run")
+        raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
 
     from howlinear.export.write import check_exportable, check_free, write_export
 
@@ -118,7 +118,7 @@ def _amount(
     }
     names = [name for name, value in values.items() if value is not None]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} ask for different things: give one of them")
+        raise ValueError(f"{' and '.join(names)} exclude each other: give one of them")
 
     from howlinear.compression import plan as plans
     from howlinear.compression.plan import Budget

@@ -230,7 +230,7 @@ class _Subject:
         if not (name and RunFolder(name).has("profile")):
             return cls(name, corpus.open_text(text_file), tokens, length, folds)
         if text_file:
-            raise ValueError(f"{name} has a text of its own: drop --text-file, or name a model")
+            raise ValueError(f"{name} determines the text: drop --text-file, or name a model")
         source = RunSource(Path(name))
         settings, request = source.settings, source.asked
         if settings.get("protocol") != "default":

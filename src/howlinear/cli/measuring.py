@@ -58,13 +58,13 @@ class Measurement:
         )
         self._check_same((*same.values(), ids.shape, int(ids.sum())))
         if saves.begun:
-            say(f"going on from what {folder} holds")
+            say(f"resuming the interrupted profile in {folder}")
         saves.together, passes = self._plan(ids, folder, saves)
         try:
             result = self._measured(ids, saves, passes)
         except KeyboardInterrupt:
             if saves.begun:
-                say(f"the same command goes on from the last save in {folder}")
+                say(f"the same command resumes from the last save in {folder}")
             raise
         batch_size = self.request["batch_size"]
         result.settings.update(
@@ -78,7 +78,9 @@ class Measurement:
 
     def _check_same(self, values: tuple[Any, ...]) -> None:
         if any(other != values for other in self.ranks.gather(values)):
-            raise ValueError("the processes have read different texts or models: give all the same")
+            raise ValueError(
+                "the processes read different texts or models: start all with the same flags"
+            )
 
     def _measured(self, ids: Any, saves: Any, passes: int) -> Any:
         """The profile, or the moments of a shard."""

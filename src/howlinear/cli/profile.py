@@ -187,7 +187,7 @@ def _sources(corpora: list[str], source: list[Any]) -> dict[str, list[Any]]:
         if not place or flags.slug(name) != name:
             raise ValueError(f"--corpus {text}: write NAME=SOURCE, a name of letters and digits")
         if name in sources:
-            raise ValueError(f"--corpus {name} is there twice: give each text a name of its own")
+            raise ValueError(f"--corpus {name} occurs twice: give each text another name")
         file = is_file_name(place)
         sources[name] = [place, None, None] if file else [None, place, config]
         sources[name] += [split, column]
@@ -220,7 +220,7 @@ def _profile_texts(
             text_request = request | {"text": sources[folder]}
             done = several and RunFolder(folder).holds("profile", text_request, text.fingerprint())
             if ranks.share(done):
-                say(f"{folder} is there")
+                say(f"{folder} is complete already")
                 continue
             result = measurement.run(ids, folder, text, text_request, every)
         if request["shard"][1] > 1:

@@ -84,7 +84,7 @@ def _measure_all(
     if failed and not results:  # a model was available: the user can correct the error
         raise failed
     if not results:
-        say("none of the paper's models can be had: the built-in model instead")
+        say("none of the paper's models is available: measuring the built-in model")
         results.append(_measure(None, out / flags.slug(None) if out else None, options))
     return results
 

@@ -84,7 +84,7 @@ def window_length(net: Any, tokenizer: Any, length: int) -> int:
 
     most = fitting_length(net, tokenizer, length)
     if most < length:
-        say(f"windows of {most} tokens, all that the model has positions for, instead of {length}")
+        say(f"windows of {most} tokens instead of {length}: the model has no more positions")
     return most
 
 

@@ -102,6 +102,10 @@ def _unit_step(row: Row, k: int) -> Result:
     return next((step for step in row[1]["steps"] if step["k"] == k), {"r2": None})
 
 
+def _r2_with_units(k: int) -> Callable[[Row], Any]:
+    return lambda row: _unit_step(row, k)["r2"]
+
+
 def _two_matrices(name: str) -> Callable[[Row], Any]:
     """The scores with as many hidden units as make the layer as large as two matrices."""
     return lambda row: _unit_step(row, row[1]["at_two_matrices"])[name]
@@ -188,11 +192,8 @@ TABLES = {
     "units": Table(
         "units: R2 of the matrix beside k hidden units",
         (
-            Column("k = 0", lambda row: _unit_step(row, 0)["r2"], number),
-            Column("1", lambda row: _unit_step(row, 1)["r2"], number),
-            Column("16", lambda row: _unit_step(row, 16)["r2"], number),
-            Column("64", lambda row: _unit_step(row, 64)["r2"], number),
-            Column("256", lambda row: _unit_step(row, 256)["r2"], number),
+            Column("k = 0", _r2_with_units(0), number),
+            *(Column(str(k), _r2_with_units(k), number) for k in (1, 16, 64, 256)),
             Column("k at 2W", _field("at_two_matrices")),
             Column("R2", _two_matrices("r2"), number),
             Column("params", _two_matrices("parameters"), count),
@@ -209,9 +210,7 @@ TABLES = {
         "trained: R2 of a linear layer by gradient descent, on inputs raw and whitened",
         (
             Column("closed form", _field("r2_closed_form"), number),
-            Column("SGD", _trained("sgd")),
-            Column("Adam", _trained("adam")),
-            Column("AdamW", _trained("adamw")),
+            *(Column(name, _trained(name.lower())) for name in ("SGD", "Adam", "AdamW")),
             Column("condition", _field("input_condition"), power),
         ),
     ),
