@@ -78,12 +78,7 @@ def compress(
     """Replace blocks under a budget and write a smaller model that loads."""
     source = RunSource(run)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
-    shares = [flags.share_of(part, "--curve") for part in curve.split(",")] if curve else ()
-    settings: dict[str, Any] = {"curve": shares, "baselines": baselines}
-    settings |= {"rank": flags.number_or(rank, "--rank", "auto", "full")}
-    settings |= {"units": flags.number_or(keep_units, "--keep-units", "auto")}
-    if export is Export.nemotron_nas:  # has no place for biases, factors and units
-        settings |= {"rank": "full", "units": 0, "intercept": False}
+    settings = _settings(rank, keep_units, curve, export)
     if out is None and not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
 
@@ -94,7 +89,9 @@ def compress(
     net, tokenizer = source.load(Loader(device, trust_remote_code, allow_pickle))
     if not dry_run:
         check_exportable(net, export.value, add_biases)
-    result, report = _compressed(source, net, tokenizer, tokens, amount, settings)
+    result, report = _compressed(
+        source, net, tokenizer, tokens, amount, settings | {"baselines": baselines}
+    )
     where = run / "compress.json"
     if out is not None and not dry_run:
         say(f"writing {out}")
@@ -104,6 +101,16 @@ def compress(
     source.folder.write(result.plan_dict())
     source.folder.write(result.to_dict())
     show(result, show_compression, where, as_json)
+
+
+def _settings(rank: str, keep_units: str, curve: str | None, export: Export) -> dict[str, Any]:
+    """Fields of `CompressSettings`."""
+    shares = [flags.share_of(part, "--curve") for part in curve.split(",")] if curve else ()
+    if export is Export.nemotron_nas:  # has no place for biases, factors and units
+        return {"curve": shares, "rank": "full", "units": 0, "intercept": False}
+    matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
+    units = flags.number_or(keep_units, "--keep-units", "auto")
+    return {"curve": shares, "rank": matrix_rank, "units": units}
 
 
 def _amount(

@@ -28,6 +28,8 @@ control = typer.Typer(
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
 
+TRAINING = "control-checkpoints"  # the file of `checkpoints`
+
 ModelOrRun = Annotated[
     str | None,
     Argument(
@@ -182,22 +184,18 @@ def checkpoints(
     }
     settings |= {"tokens": tokens, "max_length": max_length, "folds": folds, "blocks": blocks}
     folder = RunFolder(out or Path("runs") / f"{flags.slug(model)}-control")
-    path = folder.path("control-checkpoints")
-    result = subject.ranks.share(read_training(path, settings))
-    loader = Loader(device, trust_remote_code, allow_pickle)
-    for label, (name, revision) in stages.items():
-        if label in result.measured:
-            continue
-        subject.name, subject.revision = name, revision
-        net, ids = subject.load(loader, label, blocks)
+    result = subject.ranks.share(read_training(folder.path(TRAINING), settings))
+    for label in [label for label in stages if label not in result.measured]:
+        subject.name, subject.revision = stages[label]
+        net, ids = subject.load(Loader(device, trust_remote_code, allow_pickle), label, blocks)
         with progress_bars() as begin:
             result.measure(net, ids, label, at=blocks, work=subject.work(batch_size, begin))
-        result.about.update(model=loading.describe(net, name, revision), **made_by())
+        result.about.update(model=loading.describe(net, *stages[label]), **made_by())
         del net
         result.sort(list(stages))
         if subject.ranks.rank == 0:
             folder.write(result.to_dict())
-    show(result, show_training, path, as_json)
+    show(result, show_training, folder.path(TRAINING), as_json)
     subject.ranks.stop()
 
 
