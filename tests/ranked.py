@@ -57,13 +57,12 @@ def everything(ranks, folder):
             **held,
             fit=windows,
             weighting=weighting,
-            batch_size=2,
-            ranks=ranks,
+            work=Work(ranks, batch_size=2),
         )
         found[f"swap-{weighting}"] = swaps.to_dict()
     batches = windows.split(7)
     maps = [(b, result_map(b)) for b in blocks(model)]
-    errors = map_errors(model, maps, batches, ranks)
+    errors = map_errors(model, maps, batches, Work(ranks))
     found["errors"] = [[e.cosine, e.rmse, e.stream_error] for e in errors]
     work = Work(ranks, batch_size=7)
     found["random"] = random_init(model, windows, seeds=1, work=work).to_dict()

@@ -18,6 +18,7 @@ from howlinear.profiling.passes import Course
 from howlinear.profiling.shards import profile_shard
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_map, read_store
+from howlinear.run.work import Work
 from howlinear.swapping.expert_swaps import chosen, measure_expert_swaps
 from test_merging import MODEL, close
 from test_profiling import lstsq, ss
@@ -155,7 +156,8 @@ def test_swapping_one_expert_costs_what_running_it_says(family, tmp_path):
     run = profile(model, WINDOWS, experts="routed", course=course)
     run.save(tmp_path)
     report = ids(9, 9)
-    result = measure_expert_swaps(model, tmp_path, "1.0,1", report=report, batch_size=4)
+    work = Work(batch_size=4)
+    result = measure_expert_swaps(model, tmp_path, "1.0,1", report=report, work=work)
     keys = [e.expert for e in run.experts if e.index == 1 and not e.problem]
     assert [b.expert for b in result.blocks] == keys
     (mixture,) = [m for m in mixtures(model) if m.block.index == 1]

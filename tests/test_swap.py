@@ -14,7 +14,8 @@ from howlinear.records.fields import BlockSwap
 from howlinear.records.files import read_json
 from howlinear.records.verdicts import SAFETY
 from howlinear.run.folder import RunFolder
-from howlinear.swapping.swaps import measure_swaps, multiply_adds, smallest_good, weighted_moments
+from howlinear.swapping.maps import weighted_moments
+from howlinear.swapping.swaps import measure_swaps, multiply_adds, smallest_good
 from test_units import planted, rows_of
 
 

@@ -172,7 +172,7 @@ def _check_memory(net: Any, source: RunSource, tokens: int) -> None:
     from howlinear.compression.refitting import memory
     from howlinear.models.units import hidden_count
     from howlinear.profiling.profiler import Profile
-    from howlinear.swapping.swaps import match
+    from howlinear.swapping.maps import match
 
     at = [b for b, _ in match(net, Profile.load(source.folder.folder), None)]
     needed = memory(at, {b: hidden_count(net, b) for b in at}, tokens)

@@ -125,7 +125,7 @@ def _check_rows(net: Any, source: RunSource, at: str | None, counts: list[int]) 
     """Report the rows and the memory of a probe, and refuse too many; bytes that it may use."""
     from howlinear.probing import probes
     from howlinear.profiling.profiler import Profile
-    from howlinear.swapping.swaps import match
+    from howlinear.swapping.maps import match
 
     blocks = [b for b, _ in match(net, Profile.load(source.folder.folder), at)]
     free = room.available_memory()

@@ -77,6 +77,7 @@ def swap(
     from howlinear.losses.held_out import held_out_tokens
     from howlinear.losses.protocols import EvalProtocol
     from howlinear.run.ranks import Ranks
+    from howlinear.run.work import Work
     from howlinear.swapping.expert_swaps import measure_expert_swaps
     from howlinear.swapping.swaps import measure_swaps
 
@@ -85,14 +86,11 @@ def swap(
     if cut.name.startswith("windows"):
         cut = EvalProtocol.parse(f"windows-{window_length(net, tokenizer, cut.length)}")
     report, n_bytes = held_out_tokens(source.text.report(), tokenizer, cut, tokens, source.bos)
-    common: dict[str, Any] = {"protocol": cut, "n_bytes": n_bytes, "batch_size": batch_size}
-    common |= {"ranks": ranks}
     result: Any
     with progress_bars() as begin:
+        common: dict[str, Any] = {"protocol": cut, "work": Work(ranks, batch_size, begin)}
         if experts is not None:
-            result = measure_expert_swaps(
-                net, run, experts, report=report, progress=begin, **common
-            )
+            result = measure_expert_swaps(net, run, experts, report=report, **common)
         else:
             half = max(tokens // 2, 1)
             choose, _ = held_out_tokens(source.text.choose(), tokenizer, cut, half, source.bos)
@@ -106,9 +104,9 @@ def swap(
                 at=blocks,
                 units=units.value if units is Units.auto else int(units),
                 weighting=weighting.value,
-                progress=begin,
                 **common,
             )
+    result = result.with_bytes(n_bytes)
     result.about.update(source.about("choose", "report"))
     if ranks.rank == 0:
         result.save(run)

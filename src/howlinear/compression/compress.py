@@ -34,7 +34,7 @@ from howlinear.records.fields import BlockCompression, BlockPlan
 from howlinear.records.words import signed
 from howlinear.report.results import Result
 from howlinear.run.work import Progress, Work
-from howlinear.swapping.swaps import match
+from howlinear.swapping.maps import match
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from howlinear.records.files import read_json, write_json
 from howlinear.records.statistics import pearson, spearman
 from howlinear.report.results import Result
 from howlinear.run.work import Work
-from howlinear.swapping.swaps import Shelf, match
+from howlinear.swapping.maps import RunMaps, match
 
 QUICK = ("bilinear", "degree", "units", "where", "quantised")
 SLOW = ("dense", "poly", "seeded", "trained", "healing")
@@ -481,9 +481,9 @@ def _swap_map(model: nn.Module, folder: Path, run: Profile, block: Block) -> Aff
         chosen = {b.index: b.units for b in map(BlockSwap.from_dict, listed)}
     except (ValueError, KeyError, TypeError):
         chosen = {}
-    shelf = Shelf(model, folder, run, "none", None, [block])
+    maps = RunMaps(model, folder, run)
     k = len(chosen.get(block.index, ()))
-    return shelf.map(block, k if k in shelf.ladder(block) else 0)
+    return maps.map(block, k if k in maps.ladder(block) else 0)
 
 
 def _with_costs(
