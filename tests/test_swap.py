@@ -10,6 +10,7 @@ from scipy.stats import spearmanr
 import tiny
 from howlinear import Affine, blocks, compare, profile, swapped
 from howlinear.models.hooks import as_module
+from howlinear.models.recording import Recording
 from howlinear.records.fields import BlockSwap
 from howlinear.records.files import read_json
 from howlinear.records.verdicts import SAFETY
@@ -120,6 +121,21 @@ def test_the_file_says_everything_and_reads_back(sunk, measured):
     want = spearmanr([1 - b["r2"] for b in after], costs)[0]
     assert data["signals"]["1 - r2"] == pytest.approx(want)
     assert set(data["signals"]) >= {"stream_error", "swap_signal", "1 - r2_body"}
+
+
+def test_the_file_says_why_a_model_could_not_be_resumed(sunk, monkeypatch, tmp_path):
+    model, _, folder = sunk
+    monkeypatch.setattr(
+        Recording, "problem", lambda *_: "block 1: resumed there, KeyError: 'cache'"
+    )
+    windows = drawn(model, 20, 1)
+    result = measure_swaps(model, folder, choose=windows, report=windows, units=0)
+    result.save(tmp_path)
+    data = read_json(tmp_path / "swap.json", "swap")
+    assert data["settings"]["resumed"] is False
+    (note,) = data["notes"]
+    assert "every swap ran the whole model" in note
+    assert note.endswith("KeyError: 'cache'")
 
 
 @pytest.mark.parametrize("units", [0, 1, 2, 4])
