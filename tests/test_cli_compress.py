@@ -68,7 +68,7 @@ def test_baselines_are_in_the_table(squeezed):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ((), "Name a folder with -o"),
+        ((), "name one with -o"),
         (("--dry-run", "--remove-params", "20%", "--blocks", "1"), "--remove-params and --blocks"),
         (("--dry-run", "--remove-params", "lots"), "write 5% or 0.05"),
         (("--dry-run", "--max-ppl-increase", "-1%"), "write 5% or 0.05"),
