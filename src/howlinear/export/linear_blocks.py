@@ -1,6 +1,6 @@
-"""Feed-forward blocks that were replaced by one matrix, beside a few of their own hidden units.
+"""Feed-forward blocks that are replaced by one matrix and a few of their own hidden units.
 
-This file is the head of the code that an exported model brings, and needs nothing but torch.
+Exported models contain a copy of this file. It needs only torch.
 """
 
 import copy
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class LinearMLP(nn.Module):
-    """y = linear_mlp(x) + units(x): an affine map, and what is left of the original block."""
+    """y = linear_mlp(x) + units(x): an affine map, and the kept hidden units of the original block."""
 
     def __init__(self, d_in, d_out, rank=None, units=None, extras=-1):
         super().__init__()
@@ -23,7 +23,7 @@ class LinearMLP(nn.Module):
         else:
             self.linear_mlp = Constant(d_out)
         self.units = units
-        self.extras = extras  # how many values the original returned beside y; -1: it was no tuple
+        self.extras = extras  # values that the original returned beside y; -1: it returned no tuple
 
     def forward(self, hidden_states, *args, **kwargs):
         y = self.linear_mlp(hidden_states)
@@ -33,7 +33,7 @@ class LinearMLP(nn.Module):
 
 
 class Constant(nn.Module):
-    """The bias of a block of which only hidden units are left."""
+    """The bias of a block that keeps only hidden units and has no matrix."""
 
     def __init__(self, d_out):
         super().__init__()
@@ -44,11 +44,11 @@ class Constant(nn.Module):
 
 
 def install(model, blocks):
-    """Put a LinearMLP in place of each block. `blocks` is what the config says of them:
+    """Replace each block by a LinearMLP. `blocks` is `linear_blocks` of the config:
 
-    steps: the modules that lead from x to y; the first becomes the LinearMLP, the others nothing;
-    rank: of the matrix, None if full, 0 if there is none; units: how many hidden units are left, of
-    how many (hidden); down: the projection that reads them.
+    steps: the modules that lead from x to y; the first becomes the LinearMLP, the others nn.Identity;
+    rank: rank of the matrix, None if full, 0 if there is none; units: number of hidden units kept, of
+    `hidden` in the original; down: the projection that reads them.
     """
     for block in blocks:
         steps = [_reach(model, path) for path in block["steps"]]
@@ -64,7 +64,7 @@ def install(model, blocks):
 
 
 class Chain(nn.Module):
-    """Modules and functions in turn."""
+    """Modules and functions, one after the other."""
 
     def __init__(self, steps):
         super().__init__()
@@ -87,9 +87,11 @@ def _narrowed(step, down, units, hidden):
         return step
     inputs = getattr(step, "in_features", getattr(step, "nx", None))
     outputs = getattr(step, "out_features", getattr(step, "nf", None))
-    if step is down:  # the bias is the LinearMLP's
+    if step is down:  # the LinearMLP has the bias
         return nn.Linear(units, outputs, bias=False)
-    if inputs is not None and outputs is not None:  # 2 x hidden: gate and up in one
+    if (
+        inputs is not None and outputs is not None
+    ):  # 2 x hidden where one projection holds gate and up
         return nn.Linear(inputs, outputs // hidden * units, bias=step.bias is not None)
     twin = copy.copy(step)
     twin._modules = {name: _narrowed(m, down, units, hidden) for name, m in step._modules.items()}

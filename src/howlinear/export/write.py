@@ -75,10 +75,7 @@ def write_export(
             "dtype": dtype_name(dtype),
             "parameters": sum(p.numel() for p in written.parameters()),
             "bytes": sum(path.stat().st_size for path in weight_files(folder)),
-            "perplexity": change and change.changed.perplexity,
-            "perplexity_se": change and change.changed.perplexity_se,
-            "delta_ppl": change and change.delta_ppl,
-            "delta_ppl_se": change and change.delta_ppl_se,
+            **_perplexity(change),
             "notes": notes,
         }
         facts = origin(source)
@@ -105,6 +102,18 @@ def _measured(model: nn.Module, change: Comparison | None, report: Tensor) -> Co
     if not torch.equal(loss.counts, change.counts):
         raise ValueError("the windows to report on are not those that the change was measured on")
     return replace(change, nll_changed=loss.sums)
+
+
+def _perplexity(change: Comparison | None) -> dict[str, float | None]:
+    if change is None:
+        return dict.fromkeys(("perplexity", "perplexity_se", "delta_ppl", "delta_ppl_se"))
+    after = change.changed
+    return {
+        "perplexity": after.perplexity,
+        "perplexity_se": after.perplexity_se,
+        "delta_ppl": change.delta_ppl,
+        "delta_ppl_se": change.delta_ppl_se,
+    }
 
 
 def _records(result: Compression, exported: Mapping[str, Any]) -> dict[str, str]:

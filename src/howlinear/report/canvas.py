@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Point = tuple[float, float]
-SHAPES = ("circle", "square", "diamond", "cross", "plus")  # one a run: never colour alone
+SHAPES = (
+    "circle",
+    "square",
+    "diamond",
+    "cross",
+    "plus",
+)  # one per run: runs differ in more than colour
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,9 @@ class Mark:
     kind: str  # line, dot, box or text
     points: tuple[Point, ...]  # a box: two corners
     colour: str
-    mode: str = ""  # dash, dots, thin, open, soft, bold, small: words apart by blanks
+    mode: str = ""  # words separated by blanks: dash, dots, thin, open, soft, bold, small
     part: str = ""
-    about: str = ""  # what hovering says
+    about: str = ""  # text of the tooltip
     text: str = ""
     size: float = 3.2  # radius of a dot
     shape: str = "circle"
@@ -54,7 +60,7 @@ class Canvas:
     def labels(
         self, texts: Sequence[tuple[Point, str]], part: str = "", anchor: str = "start"
     ) -> None:
-        """Small texts; one that would lie on an earlier one is left out."""
+        """Small texts; one that would overlap an earlier one is left out."""
         taken: list[Point] = []
         for (x, y), text in texts:
             if all(abs(x - u) > 16 or abs(y - v) > 11 for u, v in taken):
@@ -81,7 +87,7 @@ class Scale:
         return self.start + (self.end - self.start) * self.share(value)
 
     def share(self, value: float) -> float:
-        """Where between low and high; 0 and 1 for what lies beyond."""
+        """Position between low (0) and high (1); values beyond are 0 or 1."""
         low, high = self.low, self.high
         if self.log:
             if value <= 0:
@@ -117,13 +123,13 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def reach(values: Sequence[float], *, log: bool = False, room: float = 0.06) -> tuple[float, float]:
-    """Ends of a scale that holds these values with a little room; of a log scale, the positive ones."""
+    """Ends of a scale for these values with a margin; a log scale uses the positive values only."""
     used = [v for v in values if not log or v > 0]
     if not used:
         return (0.1, 10.0) if log else (0.0, 1.0)
     low, high = min(used), max(used)
     if log:
-        low = max(low, high * 1e-12, 1e-300)  # what lies below is at the edge
+        low = max(low, high * 1e-12, 1e-300)  # smaller values stand at the edge
         span = max((high / low) ** room, 1.3)
         return low / span, max(high, low) * span
     span = (high - low) * room or abs(high) * room or 1.0
@@ -131,13 +137,13 @@ def reach(values: Sequence[float], *, log: bool = False, room: float = 0.06) -> 
 
 
 def r2_floor(values: Iterable[float | None]) -> float:
-    """The lower end of a scale of R2: 0, or what lies below, down to -0.5."""
+    """The lower end of a scale of R2: the lowest value, between -0.5 and 0."""
     return max(-0.5, min([0.0, *(v for v in values if v is not None)]))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Two scales and what is drawn between them."""
+    """Two scales, and marks that they place."""
 
     canvas: Canvas
     x: Scale
@@ -168,7 +174,7 @@ class Panel:
             self.canvas.text((left, top - 9), title, mode="bold", anchor="start")
 
     def dot(self, x: float, y: float, colour: str, **more: Any) -> None:
-        """A point; one that lies beyond a scale is a triangle at its edge, pointing there."""
+        """A point; one beyond a scale becomes a triangle at the edge that points outwards."""
         for scale, value, ends in ((self.x, x, ("left", "right")), (self.y, y, ("down", "up"))):
             if not scale.holds(value):
                 more = {**more, "shape": ends[scale.share(value) > 0.5]}
@@ -181,7 +187,7 @@ class Panel:
     def line(
         self, values: Sequence[tuple[float, float | None]], colour: str, mode: str = "", **more: str
     ) -> None:
-        """Through points, broken where one is missing."""
+        """A line through points, interrupted where a value is None."""
         piece: list[Point] = []
         for x, y in [*values, (0.0, None)]:
             if y is not None:

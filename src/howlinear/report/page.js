@@ -24,7 +24,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// The filter: words that a row must hold, and its verdict.
+// The filter: words that a row must contain, and its verdict.
 const find = document.getElementById("find"), word = document.getElementById("word");
 const filter = () => {
   const wanted = find.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -44,7 +44,7 @@ if (find) {
   for (const run of document.querySelectorAll("input[id^=on-r]")) run.addEventListener("change", filter);
 }
 
-// Hovering near a mark, or walking with the arrow keys, says what it is.
+// The tooltip: shown for the mark nearest to the pointer, or the one that the arrow keys select.
 const tip = document.getElementById("tip"), said = document.getElementById("said");
 let near = null;
 const leave = () => {
