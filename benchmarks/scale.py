@@ -28,7 +28,7 @@ import torch
 
 import howlinear as hl
 from howlinear import builtin_text
-from howlinear.profiling.needs import profile_cost
+from howlinear.profiling.needs import profile_needs
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
 from howlinear.run.ranks import Ranks
@@ -88,7 +88,7 @@ def deep(folder: str, layerwise: str, out: Path) -> None:
     model, _ = hl.load(folder, device_map=where)
     ids = torch.randint(0, 1000, (32, 256), generator=torch.Generator().manual_seed(0))
     at = hl.blocks(model)
-    stated = profile_cost(model, at, windows=32, length=256, layerwise=layer_by_layer)
+    stated = profile_needs(model, at, windows=32, length=256, layerwise=layer_by_layer)
     with tempfile.TemporaryDirectory() as run:
         course = Course(layerwise=layer_by_layer, saves=Saves(run, {}, 1e9))
         began = time.perf_counter()
@@ -201,7 +201,7 @@ def growth() -> None:
         for what, tokens, width, layers in cases:
             model, _ = hl.load(llama(Path(folder), layers, width))
             ids = torch.randint(0, 1000, (tokens // 256, 256))
-            cost = profile_cost(model, hl.blocks(model), windows=len(ids), length=256)
+            cost = profile_needs(model, hl.blocks(model), windows=len(ids), length=256)
             began = time.perf_counter()
             hl.profile(model, ids.split(8))
             seconds = time.perf_counter() - began

@@ -114,7 +114,7 @@ class Measurement:
         How many blocks fit into memory at a time (None: all), and how often each window is run.
         """
         from howlinear.profiling.gathering import with_experts
-        from howlinear.profiling.needs import most_together, profile_cost
+        from howlinear.profiling.needs import most_together, profile_needs
 
         solver, folds, layerwise = (self.request[k] for k in ("solver", "folds", "layerwise"))
         every, free = (
@@ -128,7 +128,7 @@ class Measurement:
         if saves.begun:  # in the same groups as before the interruption
             most = saves.together or len(every)
         most = min(self.ranks.gather(most or 0)) or None  # all ranks read the same groups
-        cost = profile_cost(
+        cost = profile_needs(
             self.net,
             every,
             windows=windows,

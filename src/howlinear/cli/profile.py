@@ -256,7 +256,7 @@ def _show_needs(request: dict[str, Any], trust_remote_code: bool, as_json: bool)
     """Print what a profile would take, from the model's configuration alone."""
     from howlinear.models import loading
     from howlinear.profiling.gathering import with_experts
-    from howlinear.profiling.needs import profile_cost
+    from howlinear.profiling.needs import profile_needs
 
     options = {"revision": request["revision"], "dtype": request["dtype"]}
     net = loading.skeleton(request["model"], trust_remote_code=trust_remote_code, **options)
@@ -264,7 +264,7 @@ def _show_needs(request: dict[str, Any], trust_remote_code: bool, as_json: bool)
     length, tokens = extent(net, None, at, request)
     windows = max(1, -(-tokens // length // request["shard"][1]))
     settings = {name: request[name] for name in ("batch_size", "folds", "solver", "layerwise")}
-    cost = profile_cost(net, at, windows=windows, length=length, **settings)
+    cost = profile_needs(net, at, windows=windows, length=length, **settings)
     if as_json:
         print_json(cost.to_dict())
         return

@@ -1,7 +1,7 @@
-"""Profiles side by side: how alike they are, how far apart, and maps of one text on another.
+"""Profiles side by side: correlations, mean shifts, and maps of one text scored on another.
 
-    found = compare_runs(["runs/wikitext", "runs/code"])
-    found.pairs[0]["pearson"], found.pairs[0]["mean_shift"], found.crossed[0]["r2"]
+    result = compare_runs(["runs/wikitext", "runs/code"])
+    result.pairs[0]["pearson"], result.pairs[0]["mean_shift"], result.crossed[0]["r2"]
 
 Everything is read from run folders; no model is loaded. Runs of one model on different texts are
 also crossed: the map that was fitted on one text is scored on the moments of the other, rows that
@@ -29,7 +29,7 @@ from howlinear.run.tensors import read_moments
 
 @dataclass(frozen=True, repr=False)
 class RunComparison(Result):
-    """What `compare.json` holds, beside the profiles that it was made from."""
+    """Comparisons of all pairs of runs, and the profiles that they were made from."""
 
     names: list[str]
     profiles: list[Profile]
@@ -80,7 +80,7 @@ class RunComparison(Result):
 
 
 def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
-    """Hold every run against every other."""
+    """Compare every run with every other."""
     if len(folders) < 2:
         raise ValueError("one run has nothing to be compared with: name two or more")
     paths = [Path(folder) for folder in folders]

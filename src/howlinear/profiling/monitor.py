@@ -9,8 +9,8 @@
     trainer.add_callback(LinearityCallback(trainer, windows, every=500))        # transformers
 
 A measurement is a profile of the weights of the moment on a small text that stays the same: the
-numbers are those that `profile(model, windows)` would give. Training does not notice: dropout is
-off meanwhile and on again afterwards, no gradient is touched and no random number is drawn.
+numbers are those of `profile(model, windows)`. Training is not affected: dropout is off during a
+measurement and on again afterwards, no gradient is touched and no random number is drawn.
 Measurements that would take more than `max_overhead` of the time that training itself took so far
 are left out; the first and the last are always made.
 """
@@ -46,8 +46,8 @@ LOGGED = ("r2", "r2_se", "r2_body", "effective_rank")  # of each block, to the t
 class LinearityMonitor:
     """Profiles of a model in training, on windows (n, length) that stay the same.
 
-    `every` is a number of steps, or the very steps to measure at. `path` is a JSONL file to add a
-    line to with each measurement; a training that is resumed goes on with the same file.
+    `every` is a number of steps, or the steps to measure at. `path` is a JSONL file that gets a line
+    with each measurement; a training that is resumed continues the same file.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LinearityMonitor:
             raise ValueError(f"every must be at least 1 step, got {every}")
         if max_overhead is not None and not max_overhead > 0:
             raise ValueError(f"max_overhead must be positive, or None for no bound: {max_overhead}")
-        # of a compiled model the inside: hooks are not heard outside
+        # of a compiled model the original: hooks on the wrapper do not run
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.blocks: list[Block] = blocks(self.model, at)
         check_rows(
@@ -86,8 +86,8 @@ class LinearityMonitor:
 
     def to_dict(self) -> dict[str, Any]:
         """The file's header, and its other lines as `rows`."""
-        found: dict[str, Any] = clean({**self._header, "rows": self.rows})
-        return found
+        data: dict[str, Any] = clean({**self._header, "rows": self.rows})
+        return data
 
     def _repr_html_(self) -> str:
         from howlinear.report.notebook import training_html
@@ -95,11 +95,11 @@ class LinearityMonitor:
         return training_html(repr(self).strip("<>"), clean(self.rows))
 
     def __repr__(self) -> str:
-        said = f"{len(self.blocks)} blocks, {len(self.rows)} measurements"
+        text = f"{len(self.blocks)} blocks, {len(self.rows)} measurements"
         if self.rows and self.rows[-1]["blocks"]:
             r2s = ((b["index"], b["r2"]) for b in self.rows[-1]["blocks"])
-            said += f"; at step {self.rows[-1]['step']} R2 {extremes(r2s)}"
-        return f"<LinearityMonitor: {said}>"
+            text += f"; at step {self.rows[-1]['step']} R2 {extremes(r2s)}"
+        return f"<LinearityMonitor: {text}>"
 
     @property
     def overhead(self) -> float:
@@ -110,7 +110,7 @@ class LinearityMonitor:
         return self.spent / trained if trained > 0 else math.inf
 
     def step(self, step: int) -> dict[str, float] | None:
-        """Measure if it is time to. What to log, or None."""
+        """Measure if a measurement is due. What to log, or None."""
         if self._began is None:
             self._began = time.perf_counter()
             self._forget_from(step)
@@ -125,11 +125,11 @@ class LinearityMonitor:
         return self.measure(step)
 
     def finish(self, step: int) -> dict[str, float] | None:
-        """Measure the weights that came out, unless that is done."""
+        """Measure the final weights, unless that is done."""
         return None if self._measured(step) else self.measure(step)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Measure now. Weights that blow up are told in the log and in the file, not raised."""
+        """Measure now. Weights that are not finite are reported in the log and the file, not raised."""
         began = time.perf_counter()
         row: dict[str, Any] = {"step": step}
         try:
@@ -197,11 +197,11 @@ class LinearityMonitor:
         return rows
 
     def _forget_from(self, step: int) -> None:
-        """What an earlier training measured from here on is not part of this one."""
+        """Remove measurements of an earlier training from this step on."""
         self.rows = [row for row in self.rows if row["step"] < step]
 
     def _write(self) -> None:
-        """The whole file anew: a few kilobytes, and never half of a line."""
+        """Rewrite the whole file, a few kilobytes: never half of a line."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

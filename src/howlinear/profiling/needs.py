@@ -1,10 +1,10 @@
-"""What a profile takes, before it starts: memory, disk and multiply-adds, from the model's shapes alone.
+"""What a profile needs, before it starts: memory, disk and multiply-adds, from the model's shapes alone.
 
-    cost = profile_cost(model, blocks(model), windows=320, length=512)
-    cost.memory, cost.disk, cost.multiply_adds, cost.lines()
+    needs = profile_needs(model, blocks(model), windows=320, length=512)
+    needs.memory, needs.disk, needs.multiply_adds, needs.lines()
 
-Weights need not be there: a model on the meta device will do (`models.skeleton`). Counts of moments
-and files are exact; activations and the work of solving are estimates and called so.
+Weights need not be loaded: a model on the meta device will do (`models.skeleton`). Counts of moments
+and files are exact; activations and the work of solving are estimates.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from howlinear.records.words import size
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Bytes and multiply-adds."""
+class Needs:
+    """Bytes and multiply-adds of a profile."""
 
     tokens: int
     parameters: int
     weights: int  # in memory at once
-    moments: int  # of the blocks measured at once, with what solving one of them takes
+    moments: int  # of the blocks measured at once, with the memory to solve one of them
     activations: int  # of one batch, about
     kept: int  # disk: the run's moments and maps
     states: int  # disk: hidden states between layers, while it runs
@@ -55,7 +55,7 @@ class Cost:
         return self.forward + self.sums + self.solving
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The same in words."""
         states = f", hidden states {size(self.states)}" if self.states else ""
         passes = f" in {self.passes} passes over the text" if self.passes > 1 else ""
         return [
@@ -73,7 +73,7 @@ class Cost:
         return {"kind": "cost", **totals, **self.__dict__}
 
 
-def profile_cost(
+def profile_needs(
     model: nn.Module,
     at: Sequence[Block],
     *,
@@ -84,39 +84,27 @@ def profile_cost(
     solver: str = "moments",
     together: int | None = None,
     layerwise: bool = False,
-) -> Cost:
-    """What measuring these blocks on so many windows takes."""
-    tokens = windows * length
+) -> Needs:
+    """What measuring these blocks on so many windows needs."""
+    tokens, width = windows * length, max(b.d_in for b in at)
     if layerwise:
         layers, where = stack_of(model, at)
         groups = [[b for b in at if where[b] == i] for i in range(len(layers))]
-    else:
-        count = together or len(at)
-        groups = [list(at[i : i + count]) for i in range(0, len(at), count)]
-    groups = [group for group in groups if group]
-    parameters = list(model.parameters())
-    item = parameters[0].element_size()
-    if layerwise:
         weights = max(_elements(layer) for layer in layers) + _embedding(model)
     else:
-        weights = sum(p.numel() for p in parameters)
-    width = max(b.d_in for b in at)
-    inner = max(
-        [
-            width,
-            *(s[1] for m in model.modules() if (s := projection_shape(m)) and _inside(m, model)),
-        ]
-    )
+        groups, weights = _groups(at, together or len(at)), _elements(model)
+    sums = [moments_bytes(group, windows, folds, solver) for group in groups if group]
+    item = next(model.parameters()).element_size()
     passes = 1 if layerwise else len(groups)
-    return Cost(
+    return Needs(
         tokens=tokens,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=_elements(model),
         weights=item * weights,
-        moments=max(needs(group, windows, folds, solver).memory for group in groups),
-        activations=item * batch_size * length * (8 * width + 3 * inner),
-        kept=needs(at, windows, folds, solver).disk,
+        moments=max(memory for memory, _ in sums),
+        activations=item * batch_size * length * (8 * width + 3 * _inner_width(model, width)),
+        kept=moments_bytes(at, windows, folds, solver)[1],
         states=2 * item * tokens * width if layerwise else 0,
-        saves=2 * max(needs(group, windows, folds, solver).disk for group in groups),
+        saves=2 * max(disk for _, disk in sums),
         passes=passes,
         walks=1 + max(where[b] for b in at) if layerwise else passes,
         forward=passes * _forward(model, tokens, length),
@@ -125,14 +113,18 @@ def profile_cost(
     )
 
 
+def _groups(at: Sequence[Block], size: int) -> list[list[Block]]:
+    return [list(at[i : i + size]) for i in range(0, len(at), size)]
+
+
 def most_together(
     at: Sequence[Block], windows: int, folds: int, solver: str, memory: int
 ) -> int | None:
-    """How many blocks' moments fit into memory at once; None if not even one's."""
+    """The number of blocks whose moments fit into memory at once; None if not even one fits."""
     for passes in range(1, len(at) + 1):
         count = -(-len(at) // passes)
-        groups = (at[i : i + count] for i in range(0, len(at), count))
-        if max(needs(group, windows, folds, solver).memory for group in groups) <= memory:
+        groups = _groups(at, count)
+        if max(moments_bytes(group, windows, folds, solver)[0] for group in groups) <= memory:
             return count
     return None
 
@@ -150,10 +142,11 @@ def _embedding(model: nn.Module) -> int:
     return 0 if table is None else _elements(table)
 
 
-def _inside(module: nn.Module, model: nn.Module) -> bool:
-    """Not the language-model head, which is not run."""
+def _inner_width(model: nn.Module, width: int) -> int:
+    """The widest input of a projection; the language-model head is not run."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    return module is not head
+    shapes = (projection_shape(module) for module in model.modules() if module is not head)
+    return max([width, *(shape[1] for shape in shapes if shape)])
 
 
 def _forward(model: nn.Module, tokens: int, length: int) -> int:
@@ -167,7 +160,7 @@ def _forward(model: nn.Module, tokens: int, length: int) -> int:
         if module is table or isinstance(module, nn.Embedding):
             continue
         for p in module.parameters(recurse=False):
-            if p.dim() == 3:  # experts: of so many, a token meets a few
+            if p.dim() == 3:  # experts: a token is routed to a few
                 total += p.numel() * int(getattr(config, "num_experts_per_tok", 1)) // p.shape[0]
             elif p.dim() == 2:
                 total += p.numel()
@@ -190,24 +183,17 @@ def _solving(block: Block, folds: int) -> int:
     return fits * (d**3 // 6 + d * d * block.d_out) + 20 * d**3
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a profile takes beside the model and its activations."""
-
-    memory: int
-    disk: int
-
-
-def needs(at: Sequence[Block], windows: int, folds: int, solver: str = "moments") -> Needs:
-    """What a profile of `windows` windows will take, before it starts."""
-    memory = disk = work = 0
+def moments_bytes(
+    at: Sequence[Block], windows: int, folds: int, solver: str = "moments"
+) -> tuple[int, int]:
+    """Memory to hold and solve the moments of these blocks, and disk for moments and maps."""
+    size = work = 0
     for block in at:
         d = block.d_in + (MOST if block.down else 0)
         width = d + block.d_out
         each = 8 * SOLVERS[solver](d, block.d_out).size
         rows = min(4 * windows * width, folds * each)  # first positions
         sample = 4 * SAMPLE * width if block.stream else 0
-        memory += folds * each + rows + sample + 8 * d * block.d_out
-        disk += folds * each + rows + sample + 8 * d * block.d_out
+        size += folds * each + rows + sample + 8 * d * block.d_out
         work = max(work, 2 * each + 80 * width * width)  # factoring one block
-    return Needs(memory + work * (1 if is_wide(at) else torch.get_num_threads()), disk)
+    return size + work * (1 if is_wide(at) else torch.get_num_threads()), size

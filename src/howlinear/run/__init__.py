@@ -1,5 +1,5 @@
-"""The run folder: which files it has, how each is written and read, and when work goes on.
+"""The run folder: its files, reading and writing each, belonging to a model and a text, resuming.
 
-Several processes that divide one run meet here too.
-Knows no models: it compares what a run says about its model with what it is told.
+Also how work is carried out: several processes, batch size, progress, free memory and disk.
+Knows no models: it compares descriptions and fingerprints. `folder` and `room` need no torch.
 """

@@ -1,14 +1,13 @@
-"""Several processes on one text: who reads what, and how their moments come together.
+"""Several processes on one text: which batches each reads, and how their moments are added.
 
     ranks = Ranks.start()                   # under torchrun; one process alone is Ranks()
     if ranks.mine(number): ...              # batches are dealt out in turn
-    store = ranks.collect(store, owner)     # the owner has everybody's rows, the rest None
-    sums = ranks.added(sums)                # the same, at every rank
-    ranks.share(found)                      # what rank 0 has, at every rank
+    store = ranks.collect(store, owner)     # at the owner with the rows of all ranks, else None
+    sums = ranks.added(sums)                # the rows of all ranks, at every rank
+    ranks.share(value)                      # the value of rank 0, at every rank
 
-Moments travel along a tree: log2(ranks) steps, whichever kind of accumulator they are. Who owns a
-block solves it, so that solving is divided too. Each pair of ranks must know the other's order of
-calls, so everything here is called by all ranks alike.
+Moments are added along a tree, in log2(ranks) steps, for any kind of accumulator. The owner of a block
+solves it, so that solving is divided too. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ from howlinear.linear.stores import BlockStore
 S = TypeVar("S", BlockStore, Moments)
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=12)  # of a rank that waits for a slower one; one that died is noticed
+PATIENCE = timedelta(
+    hours=12
+)  # time to wait for a slower rank; a rank that died is noticed at once
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share the work."""
+    """The number of this process, and of all processes that share the work."""
 
     rank: int = 0
     count: int = 1
@@ -50,14 +51,14 @@ class Ranks:
 
     def stop(self) -> None:
         if self.count > 1 and dist.is_initialized():
-            dist.barrier()  # nobody leaves while another still talks
+            dist.barrier()  # no rank leaves while another still sends
             dist.destroy_process_group()
 
     def mine(self, number: int) -> bool:
         return number % self.count == self.rank
 
     def collect(self, store: S, owner: int) -> S | None:
-        """Everybody's rows at their owner; None at the other ranks."""
+        """The rows of all ranks at their owner; None at the other ranks."""
         place, step = (self.rank - owner) % self.count, 1
         while step < self.count:
             if place % (2 * step):
@@ -70,7 +71,7 @@ class Ranks:
         return store
 
     def collect_all(self, stores: list[BlockStore]) -> list[BlockStore]:
-        """Stores that this rank owns, with everybody's rows; the list that came is emptied."""
+        """Stores that this rank owns, with the rows of all ranks; `stores` is emptied."""
         owned = []
         for i in range(len(stores)):
             store = self.collect(stores.pop(0), i % self.count)
@@ -78,7 +79,7 @@ class Ranks:
         return owned
 
     def added(self, sums: Moments) -> Moments:
-        """Everybody's rows at every rank."""
+        """The rows of all ranks, at every rank."""
         if self.count == 1:
             return sums
         total = self.collect(sums, 0)
@@ -91,7 +92,7 @@ class Ranks:
         return _revived(sums, state) if total is None else total
 
     def sum(self, values: Tensor) -> Tensor:
-        """Everybody's values (n, k) added up, as if the shorter ones went on with zeros."""
+        """The sum of all ranks' values (n, k), the shorter ones padded with zeros."""
         if self.count == 1:
             return values
         most = max(self.gather(len(values)))
@@ -100,7 +101,7 @@ class Ranks:
         return total
 
     def tensors_at_first(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """Tensors of the owner at rank 0; what came in at the other ranks."""
+        """Tensors of the owner at rank 0; the argument unchanged at the other ranks."""
         if owner != 0 and self.rank == owner:
             self._send(tensors, 0)
         return self._receive(owner) if owner != 0 and self.rank == 0 else dict(tensors)
@@ -121,12 +122,12 @@ class Ranks:
         dist.all_gather_object(box, value)
         return box
 
-    def joined(self, own: dict[int, T]) -> dict[int, T]:
-        """What each rank found of its blocks, at every rank; small values."""
-        every = {i: value for part in self.gather(own) for i, value in part.items()}
+    def joined(self, by_block: dict[int, T]) -> dict[int, T]:
+        """Small values by block of all ranks, at every rank."""
+        every = {i: value for part in self.gather(by_block) for i, value in part.items()}
         return {i: every[i] for i in sorted(every)}
 
-    # -- how tensors travel
+    # -- sending tensors
 
     def _send(self, tensors: Mapping[str, Tensor], to: int) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
@@ -149,7 +150,7 @@ class Ranks:
 
 
 def _revived(like: S, state: Mapping[str, Tensor]) -> S:
-    """What another rank sent, as the same kind of thing."""
+    """What another rank sent, as the same type as `like`."""
     if isinstance(like, BlockStore):
         return BlockStore.from_state(like.block, state, like.body[0].device)
     twin = Moments(like.d_in, like.d_out, device=like.device)

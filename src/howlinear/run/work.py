@@ -1,4 +1,4 @@
-"""How a measurement is carried out: by which processes, in batches of what size, reported to whom.
+"""How a measurement is carried out: processes, batch size, progress.
 
     work = Work(Ranks.start(), batch_size=8, progress=bars)
     advance = work.begin("swapping", 4096)      # tokens to run
@@ -20,7 +20,7 @@ Progress = Callable[[str, int], Advance]  # called with a label and the number o
 
 @dataclass(frozen=True)
 class Work:
-    """The processes that share a measurement, its batch size, and who hears of its progress."""
+    """The processes that share a measurement, its batch size, and where progress is reported."""
 
     ranks: Ranks = ALONE
     batch_size: int = 8
@@ -36,4 +36,4 @@ class Work:
 
 
 def _ignore(tokens: int) -> None:
-    """Nobody watches."""
+    """Progress that is not reported."""
