@@ -19,9 +19,10 @@ import argparse
 
 from howlinear import Moments, blocks, builtin_text, fit, load
 from howlinear.models.families import depth_indices
+from howlinear.probing import bilinear
 from howlinear.probing.bilinear import solve_products, train_products
-from howlinear.probing.ladder import climb
-from howlinear.probing.probes import bilinear, windows_of
+from howlinear.probing.ladder import regressions
+from howlinear.probing.probes import windows_of
 from howlinear.probing.samples import gather, outcome
 from howlinear.probing.training import dense, train
 
@@ -71,7 +72,7 @@ def main() -> None:
             print(f"          whitening {amount}: {gain:+.4f} after {solved.steps} iterations")
         if options.networks:
             trained = train(dense(rows, 42), rows, stop, seed=42)
-            steps, _ = climb(model, block, rows, report, affine)
+            steps, _ = regressions(model, block, rows, report, affine)
             kept = max(
                 (s for s in steps if s["parameters"] <= trained.parameters), key=lambda s: s["k"]
             )

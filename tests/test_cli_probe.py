@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from howlinear.probing import probes
+from howlinear.probing import bilinear
 
 
 def test_probe_prints_tables_and_writes_a_file(little, here, monkeypatch):
-    monkeypatch.setattr(probes, "RANKS", (1, 2, 4))  # test_probing goes up to 64
+    monkeypatch.setattr(bilinear, "RANKS", (1, 2, 4))  # test_probing goes up to 64
     done = here(
         "probe", little / "run", "--blocks", "1,2", "--tokens", "300", "--seeds", "1", "--rank", "4"
     )

@@ -7,7 +7,7 @@ from howlinear import Affine, blocks, compare, swapped
 from howlinear.linear.affine import UnitMap
 from howlinear.models.hooks import as_module
 from howlinear.models.units import taken
-from howlinear.probing.healing import Healing, heal
+from howlinear.probing.healing import TrainableMap, heal
 from test_swap import drawn
 
 
@@ -20,7 +20,7 @@ def test_a_bad_map_is_healed_and_nothing_else_moves():
     windows = drawn(model, 200, 0)
     before = {name: p.clone() for name, p in model.named_parameters()}
     model.model.embed_tokens.weight.requires_grad_(False)
-    start = Healing(Affine(torch.zeros(16, 16), torch.zeros(16), 16))
+    start = TrainableMap(Affine(torch.zeros(16, 16), torch.zeros(16), 16))
     healed = heal(model, block, start, windows, steps=300)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     wanted = {n: p.requires_grad for n, p in model.named_parameters()}
@@ -42,7 +42,7 @@ def test_kept_units_stay_as_they_are():
     block = blocks(model)[0]
     joint = Affine(torch.randn(16, 18), torch.zeros(16), 18)
     layer = UnitMap.split(joint, (3, 5), taken(model, block, [3, 5]))
-    start = Healing(layer)
+    start = TrainableMap(layer)
     x = torch.randn(4, 16)
     torch.testing.assert_close(start(x), layer(x))
     healed = heal(model, block, start, torch.randint(3, 49, (10, 8)), steps=3).layer

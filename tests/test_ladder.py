@@ -10,7 +10,7 @@ import tiny
 from howlinear import Moments, blocks, fit
 from howlinear.models.hooks import as_module
 from howlinear.models.units import hidden_units
-from howlinear.probing.ladder import climb, forward_selection, rungs
+from howlinear.probing.ladder import forward_selection, regressions, unit_counts
 from howlinear.probing.samples import gather
 
 
@@ -28,7 +28,7 @@ def climbed(request):
     moments = Moments(block.d_in, block.d_out)
     moments.update(rows.x, rows.y)
     affine = fit(moments).to(rows.x)
-    return model, block, rows, report, affine, climb(model, block, rows, report, affine)
+    return model, block, rows, report, affine, regressions(model, block, rows, report, affine)
 
 
 def columns(model, block, sample, units):
@@ -89,10 +89,10 @@ def test_units_that_repeat_what_is_known_come_last():
     assert sorted(order) == [0, 1, 2, 3]
 
 
-def test_rungs_without_rows_are_left_out(climbed):
+def test_regressions_without_rows_are_left_out(climbed):
     model, block, rows, report, affine, _ = climbed
     few = type(rows)(rows.x[:200], rows.y[:200], rows.window[:200], rows.position[:200])
-    steps, _ = climb(model, block, few, report, affine)
+    steps, _ = regressions(model, block, few, report, affine)
     m = steps[-1]["k"]
     assert m > 24  # all of them need no fit
     assert max(step["k"] for step in steps[:-1]) <= 200 // 8 - block.d_in
@@ -105,6 +105,6 @@ def test_one_rung_has_the_parameters_of_two_matrices(climbed):
     assert min(v for v in spare if v >= 0) < one
 
 
-def test_rungs_double():
-    assert rungs(40, [7, 99]) == [0, 1, 2, 4, 7, 8, 16, 32, 40]
-    assert rungs(1) == [0, 1]
+def test_unit_counts_double():
+    assert unit_counts(40, [7, 99]) == [0, 1, 2, 4, 7, 8, 16, 32, 40]
+    assert unit_counts(1) == [0, 1]

@@ -6,7 +6,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 import planted
-from howlinear.probing.bilinear import left_over
+from howlinear.probing.bilinear import residual
 from howlinear.probing.polynomials import Polynomial, _fit, degrees
 from howlinear.probing.samples import outcome
 
@@ -44,10 +44,10 @@ def test_a_linear_block_leaves_no_polynomial():
 def test_the_fit_is_the_ridge_of_scikit_learn():
     fit, choose, report, affine = planted.samples(BLOCKS["third order"], d=5, sizes=(600, 200, 200))
     layer = Polynomial(affine, fit.x.mean(0), torch.eye(5), 3)
-    ridge, _ = _fit(layer, fit, left_over(fit, affine), choose)
+    ridge, _ = _fit(layer, fit, residual(fit, affine), choose)
     assert layer.weight.shape[1] == 5 + 15 + 35
     authority = Ridge(alpha=ridge * len(fit)).fit(
-        layer.monomials(fit.x).double(), left_over(fit, affine).double()
+        layer.monomials(fit.x).double(), residual(fit, affine).double()
     )
     want = authority.predict(layer.monomials(report.x).double())
     got = (layer(report.x) - affine(report.x)).numpy()

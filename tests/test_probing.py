@@ -10,8 +10,10 @@ import torch
 import tiny
 from howlinear import blocks, profile
 from howlinear.models.hooks import as_module
-from howlinear.probing import probes, training
-from howlinear.probing.probes import KINDS, Probes, Settings, count, needs, probe, summarise
+from howlinear.probing import bilinear, training
+from howlinear.probing.kinds import KINDS, ProbeSettings
+from howlinear.probing.probes import count, needs, probe
+from howlinear.probing.results import Probes, summarise
 from howlinear.records.fields import BlockProbe
 from howlinear.records.files import read_json
 from howlinear.swapping.swaps import measure_swaps
@@ -44,11 +46,12 @@ def probed(strong):
             model,
             folder,
             **windows(model),
-            settings=Settings(KINDS, rank=4, seeds=2, train_steps=200, heal_steps=10),
+            settings=ProbeSettings(
+                KINDS, rank=4, seeds=2, train_steps=200, heal_steps=10, decode=str
+            ),
             at="1",
             predict=drawn(model, 60, 3),
             heal_on=drawn(model, 60, 0),
-            decode=str,
         )
 
 
@@ -106,7 +109,7 @@ def test_kinds_and_blocks_add_up_in_the_file(strong, tmp_path):
     (tmp_path / "probe.json").unlink(missing_ok=True)
 
     def again(kind, at, how=None, **options):
-        settings = Settings((kind,), **(how or {}))
+        settings = ProbeSettings((kind,), **(how or {}))
         return probe(model, tmp_path, **windows(model), settings=settings, at=at, **options)
 
     def written():
@@ -136,11 +139,9 @@ def test_groups_of_blocks_give_what_all_at_once_give(strong, tmp_path):
     for memory in (None, 1):
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
         (tmp_path / "probe.json").unlink(missing_ok=True)
-        how = Settings(("quantised",))
+        how = ProbeSettings(("quantised",), memory=memory)
         predict = drawn(model, 20, 3)
-        found = probe(
-            model, tmp_path, **windows(model), settings=how, predict=predict, memory=memory
-        ).to_dict()
+        found = probe(model, tmp_path, **windows(model), settings=how, predict=predict).to_dict()
         for block in found["blocks"]:
             block["quantised"].pop("seconds")
         results.append(json.dumps(found))
@@ -159,7 +160,7 @@ def test_experts_and_encoders_say_what_is_left_out(tmp_path):
     ]
     profile(model, ids[0]).save(tmp_path)
     texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
-    how = Settings(("units", "quantised", "where"))
+    how = ProbeSettings(("units", "quantised", "where"))
     block = probe(model, tmp_path, **texts, settings=how, at="1").blocks[0]
     assert "hidden units" in block.units["skipped"]
     assert "no plain projections" in block.quantised["skipped"]
@@ -167,7 +168,7 @@ def test_experts_and_encoders_say_what_is_left_out(tmp_path):
 
     encoder = tiny.model("bert")
     profile(encoder, ids[0]).save(tmp_path)
-    how = Settings(("healing", "quantised"))
+    how = ProbeSettings(("healing", "quantised"))
     found = probe(encoder, tmp_path, **texts, settings=how, at="1", predict=ids[1], heal_on=ids[1])
     assert found.base is None
     assert "no perplexity" in found.notes[0]
@@ -186,7 +187,7 @@ def test_experts_and_encoders_say_what_is_left_out(tmp_path):
 )
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
-        Settings(**settings)
+        ProbeSettings(**settings)
 
 
 def test_the_summary_correlates_over_blocks():
@@ -235,25 +236,25 @@ def test_a_constant_block_is_left_out(tmp_path):
     ids = [torch.randint(3, 49, (n, 8)) for n in (700, 50, 60)]
     profile(model, ids[0]).save(tmp_path)
     texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
-    found = probe(model, tmp_path, **texts, settings=Settings(("degree", "trained")), at="1")
+    found = probe(model, tmp_path, **texts, settings=ProbeSettings(("degree", "trained")), at="1")
     assert "does not vary" in found.blocks[0].degree["skipped"]
     assert "does not vary" in found.blocks[0].trained["skipped"]
 
 
 def test_healing_reads_what_swap_chose_and_runs_in_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(probes, "RANKS", (1, 2))
+    monkeypatch.setattr(bilinear, "RANKS", (1, 2))
     model = tiny.model("llama").to(torch.bfloat16)
     ids = [torch.randint(3, 49, (n, 8)) for n in (300, 50, 60)]
     profile(model, ids[0], batch_size=64).save(tmp_path)
     measure_swaps(model, tmp_path, choose=ids[1], report=ids[2], at="1", units=2).save(tmp_path)
     texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
-    how = Settings(("healing", "units", "bilinear"), rank=2, seeds=1, heal_steps=3)
+    how = ProbeSettings(("healing", "units", "bilinear"), rank=2, seeds=1, heal_steps=3)
     found = probe(model, tmp_path, **texts, settings=how, at="0-1", predict=ids[1], heal_on=ids[1])
     assert [len(b.healing["units"]) for b in found.blocks] == [0, 2]  # swap knows of block 1 alone
     assert set(found.blocks[1].healing["swap"]) == {"swapped", "healed", "control"}
 
 
 def test_tokens_are_counted_whatever_holds_them():
-    ids = torch.zeros(3, 4)
+    ids = torch.zeros(3, 4, dtype=torch.long)
     assert count(ids) == count([ids]) == count([{"input_ids": ids}]) == 12
     assert {f.name for f in fields(BlockProbe)} >= set(KINDS)

@@ -18,7 +18,7 @@ from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import EvalProtocol
 from howlinear.losses.speed import Speed, SpeedComparison
 from howlinear.losses.sweeps import swap_costs
-from howlinear.probing.probes import Probes
+from howlinear.probing.results import Probes
 from howlinear.profiling.comparing import RunComparison
 from howlinear.profiling.profiler import Profile
 from howlinear.profiling.shards import Shard

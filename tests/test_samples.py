@@ -12,12 +12,12 @@ from howlinear.models.hooks import as_module
 from howlinear.probing.samples import (
     Cast,
     Sample,
-    bytes_of,
     conjunction,
     errors,
     gather,
     outcome,
     ratio,
+    sample_bytes,
 )
 
 
@@ -38,7 +38,7 @@ def test_every_row_is_gathered_with_where_it_comes_from():
         assert torch.equal(sample.window, torch.arange(19).repeat_interleave(6))
         assert torch.equal(sample.position, torch.arange(6).repeat(19))
         held = (sample.x, sample.y, sample.window, sample.position, sample.token)
-        assert bytes_of(b, len(sample)) == sum(t.numel() * t.element_size() for t in held)
+        assert sample_bytes(b, len(sample)) == sum(t.numel() * t.element_size() for t in held)
 
 
 def test_padding_is_no_row_and_tokens_stay_beside_theirs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -69,23 +70,30 @@ def probe(
     from howlinear.probing import probes
 
     kinds = probes.KINDS if kind == "all" else tuple(name.strip() for name in kind.split(","))
-    settings = probes.Settings(kinds, rank=rank, solver=solver.value, seeds=seeds, seed=seed)
+    settings = probes.ProbeSettings(kinds, rank=rank, solver=solver.value, seeds=seeds, seed=seed)
     net, tokenizer = source.load(Loader("cpu", trust_remote_code, allow_pickle))
     budget = min(rows or MAX_ROWS, source.settings["tokens"])
     parts = _row_windows(source, net, tokenizer, budget, seed)
     memory = _check_rows(net, source, blocks, [probes.count(part) for part in parts])
+    protocol, windows = _predicted(
+        source, net, tokenizer, tokens, budget if "healing" in kinds else 0
+    )
+    settings = replace(
+        settings,
+        protocol=protocol,
+        memory=memory,
+        keep_layers=False,
+        decode=lambda token: tokenizer.decode([token]),
+        about=source.about(*PARTS),
+    )
     with progress_bars() as begin:
         result = probes.probe(
             net,
             run,
             **dict(zip(PARTS, parts, strict=True)),
-            **_predicted(source, net, tokenizer, tokens, budget if "healing" in kinds else 0),
+            **windows,
             settings=settings,
             at=blocks,
-            decode=lambda token: tokenizer.decode([token]),
-            memory=memory,
-            keep_layers=False,
-            about=source.about(*PARTS),
             progress=begin,
         )
     show(result, show_probes, run / "probe.json", as_json)
@@ -102,8 +110,8 @@ def _row_windows(source: RunSource, net: Any, tokenizer: Any, rows: int, seed: i
 
 def _predicted(
     source: RunSource, net: Any, tokenizer: Any, tokens: int, heal: int
-) -> dict[str, Any]:
-    """Windows to predict with layers swapped in, and windows of `heal` tokens to fine-tune on."""
+) -> tuple[Any, dict[str, Any]]:
+    """The protocol; windows to predict with layers swapped in, and `heal` tokens to fine-tune on."""
     from howlinear.losses.held_out import held_out_tokens
     from howlinear.losses.protocols import EvalProtocol
     from howlinear.models import corpus
@@ -118,7 +126,7 @@ def _predicted(
         heal_on = corpus.windows(
             source.text.fit, tokenizer, cut.length, tokens=most, bos=source.bos
         )
-    return {"predict": predict, "protocol": cut, "heal_on": heal_on}
+    return cut, {"predict": predict, "heal_on": heal_on}
 
 
 def _check_rows(net: Any, source: RunSource, at: str | None, counts: list[int]) -> int | None:

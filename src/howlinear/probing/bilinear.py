@@ -1,18 +1,18 @@
-"""Is the rest a sum of products? y ~ Wx + b + A[(Ux) * (Vx)], with W and b as the closed form has them.
+"""Is the residual a sum of products? y ~ Wx + b + A[(Ux) * (Vx)], with W and b of the least-squares map.
 
     solved = solve_products(fit, choose, affine, rank=16, seed=0)
     outcome(solved.layer, affine, report).gain
 
-Given U and V the best A is a small least-squares problem, so only U and V are searched for, by
-L-BFGS on all fit rows (variable projection). Three things keep it honest on real activations, whose
-few large rows can be learnt by heart: a ridge on each product's norm |a|^2 |u|^2 |v|^2, which does
-not care how the three share their scale; stopping by rows that the fit does not see; and products of
+Given U and V the best A is a small least-squares problem, so the search is over U and V alone, by
+L-BFGS on all fit rows (variable projection). Real activations have a few large rows that can be
+overfitted. Against this there are: a ridge on each product's norm |a|^2 |u|^2 |v|^2, which does not
+depend on how the three share their scale; stopping by rows that are not fitted; and products of
 x itself, not of centred x. The search runs in partly whitened coordinates, each principal direction
-of x scaled by its root mean square to the power -1/4. Whitening in full is worse (`python
+of x scaled by its root mean square to the power -1/4. Full whitening is worse (`python
 benchmarks/probe.py --whitening 0.25,1`): it leads the search into directions of little variance,
-where large rows stand apart.
+in which large rows are outliers.
 
-`train_products` is the paper's way: Adam on raw inputs through a gate exp(q) that starts at e^-2.
+`train_products` is the paper's method: Adam on raw inputs through a gate exp(q) that starts at e^-2.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
-from howlinear.probing.samples import CHUNK, Sample, errors
+from howlinear.probing.samples import CHUNK, Layer, Sample, errors, outcome, size_of
 
 WHITENING = 0.25  # of 1
-RIDGE = 0.3  # a row's, for x of unit mean square; lowered for as long as that helps
-EVERY = 10  # iterations between looks at the rows kept for stopping
+RIDGE = 0.3  # per row, for x of unit mean square; lowered while that raises the gain
+EVERY = 10  # iterations between checks on the rows kept for stopping
 ITERATIONS = 200
 STARTS = 4
-START_LOOKS = 3
-BEGIN = 4096  # rows at least that a search begins on; an eighth if that is more
-DRIFT = 3.0  # times its first length, before a factor is put back to it
-PATIENCE = 2  # looks without gain before the search at one ridge, and with it all, ends
-TOLERANCE = 0.02  # of what is explained: less in EVERY iterations, and the search has converged
+START_CHECKS = 3
+START_ROWS = 4096  # of a short search, at least; an eighth of all rows if that is more
+DRIFT = 3.0  # times its first length: then all factors are rescaled
+PATIENCE = 2  # checks without gain before the search ends
+TOLERANCE = 0.02  # relative improvement in EVERY iterations below which the search has converged
 RANKS = (1, 2, 4, 8, 16, 32, 64)
+SOLVERS = ("ours", "paper")
 
 
 class Bilinear(nn.Module):
-    """Wx + b + A[(Ux) * (Vx)]. `mean` (r,) of the products over fit rows is taken out by way of b."""
+    """Wx + b + A[(Ux) * (Vx)]. `mean` (r,) of the products over fit rows is subtracted through b."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Bilinear(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """A fitted layer, and how it was found."""
+    """A fitted layer, and the search that led to it."""
 
     layer: Bilinear
     rank: int
@@ -92,7 +93,7 @@ class Solved:
 
 
 def recruitment(layer: Bilinear, affine: Affine, sample: Sample) -> float:
-    """Root mean square of the product term over that of what the map leaves: 0 if not recruited."""
+    """Root mean square of the product term over that of the map's residual: 0 if it is not used."""
     rest = float(errors(affine, sample)[0].sum())
     with torch.no_grad():
         used = sum(
@@ -117,50 +118,49 @@ def solve_products(
     began = time.perf_counter()
     problem = _Problem(fit, affine)
     g = torch.Generator().manual_seed(seed)
-    P = nn.Parameter(_begin(problem, rank, start, g))
+    P = nn.Parameter(_start(problem, rank, start, g))
     search = _Search(problem, P)
-    judge = _Judge(choose, affine)
+    choose_gain = _Gain(choose, affine)
     best, best_gain, chosen_at = problem.layer(P), 0.0, 0
-    best.write.data.zero_()  # nothing learnt yet
+    best.write.data.zero_()  # the affine map itself
     best.bias.data.copy_(affine.bias)
     curve, before, level, converged, steps, idle = [(0, 0.0)], 0.0, 0.0, False, 0, 0
     while steps < ITERATIONS and idle < PATIENCE:
         search.advance()
         steps += EVERY
         layer = problem.layer(P)
-        curve.append((steps, gain := judge.gain(layer)))
+        curve.append((steps, gain := choose_gain(layer)))
         idle = 0 if gain > best_gain * (1 + TOLERANCE) else idle + 1
         if gain > best_gain:
             best, best_gain, chosen_at = layer, gain, steps
         converged = before - problem.value <= TOLERANCE * -problem.value
         before = problem.value
         if converged and best_gain <= level * (1 + TOLERANCE):
-            break  # the last ridge did as well
+            break  # the ridge before did as well
         if converged:
             level, problem.ridge, idle = best_gain, problem.ridge / 10, 0
             problem.layer(P)
             before = problem.value
-            search = _Search(problem, P)  # the old one remembers another curvature
+            search = _Search(problem, P)  # the curvature has changed
     seconds = time.perf_counter() - began
     converged = converged or steps < ITERATIONS
     return Solved(best, rank, seed, "ours", steps, seconds, converged, chosen_at, curve)
 
 
-def _begin(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Generator) -> Tensor:
-    """(2, rank, d_in): of a few short searches on some of the rows, the one that got furthest.
+def _start(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Generator) -> Tensor:
+    """(2, rank, d_in): the best of a few short searches on some of the rows.
 
-    Now and then a search ends where two products share the work of one and another's is not
-    done; that shows early.
+    Some searches end where two products do the work of one and a third is missing. That shows early.
     """
     d, best, furthest = problem.x.shape[1], torch.zeros(0), math.inf
-    few = problem.narrow(torch.randperm(problem.n, generator=g)[: max(problem.n // 8, BEGIN)])
+    few = problem.narrow(torch.randperm(problem.n, generator=g)[: max(problem.n // 8, START_ROWS)])
     for _ in range(STARTS):
         factors = torch.randn(2, rank, d, generator=g) * problem.weights.rsqrt()
         for i, known in enumerate((start.left, start.right) if start else ()):
             factors[i, : len(known)] = known.detach() @ problem.back
         P = nn.Parameter(factors)
         search = _Search(few, P)
-        for _ in range(START_LOOKS):
+        for _ in range(START_CHECKS):
             search.advance()
         few.best(P.detach())
         if few.value < furthest:
@@ -171,8 +171,8 @@ def _begin(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Genera
 class _Search:
     """L-BFGS on U and V, EVERY iterations at a time.
 
-    Nothing depends on the lengths of u and v, so they drift; once they differ much the search is
-    badly scaled. Then all are made of unit length, and the curvature so far is forgotten.
+    The objective does not depend on the lengths of u and v, so they drift. Once they differ much, the
+    search is badly scaled: then all are rescaled to unit length and L-BFGS starts again.
     """
 
     def __init__(self, problem: _Problem, P: nn.Parameter) -> None:
@@ -203,11 +203,11 @@ class _Search:
 
 
 class _Problem:
-    """What the affine map leaves, as a function of U and V alone, in the coordinates x T."""
+    """The residual of the affine map as a function of U and V alone, in the coordinates x T."""
 
     def __init__(self, fit: Sample, affine: Affine) -> None:
         self.affine, self.n, self.ridge = affine, len(fit), RIDGE
-        self.rest = left_over(fit, affine)
+        self.rest = residual(fit, affine)
         self.rest -= self.rest.mean(0)  # products are centred too; zero where fitted on these rows
         self.total = float(self.rest.double().square().sum()) or 1.0
         values, Q = torch.linalg.eigh((fit.x.t() @ fit.x).double() / self.n)
@@ -216,16 +216,16 @@ class _Problem:
         root = values ** (WHITENING / 2)
         self.T = (Q / root / scale.sqrt()).float()  # (d_in, d_in)
         self.back = (Q * root * scale.sqrt()).float()  # inverse of T, transposed
-        self.weights = root.square().reciprocal().float()  # |u|^2 in x's own coordinates, scaled
+        self.weights = root.square().reciprocal().float()  # |u|^2 in the coordinates of x, scaled
         self.x = fit.x @ self.T
         self.write, self.mean, self.value = torch.zeros(0), torch.zeros(0), 0.0
 
     def lengths(self, P: Tensor) -> Tensor:
-        """(2, r, 1), of each u and v in x's own coordinates."""
+        """(2, r, 1) lengths of each u and v in the coordinates of x."""
         return (P.square() * self.weights).sum(2, keepdim=True).sqrt().clamp_min(1e-20)
 
     def narrow(self, rows: Tensor) -> _Problem:
-        """The same on some of the rows."""
+        """The same problem on some of the rows."""
         few = copy.copy(self)
         few.x, few.rest, few.n = self.x[rows], self.rest[rows], len(rows)
         few.rest -= few.rest.mean(0)
@@ -266,27 +266,27 @@ class _Problem:
 
     @torch.no_grad()
     def layer(self, P: Tensor) -> Bilinear:
-        """The layer on x as it comes."""
+        """The layer in the coordinates of x."""
         self.best(P)
         left, right = P[0] @ self.T.t(), P[1] @ self.T.t()
         return Bilinear(self.affine, left, right, self.write, self.mean)
 
 
-class _Judge:
-    """The gain on rows that a search does not see, without running the map on them again."""
+class _Gain:
+    """The gain on rows that are not fitted; the map runs on them once."""
 
     def __init__(self, choose: Sample, affine: Affine) -> None:
-        self.x, self.affine, self.rest = choose.x, affine, left_over(choose, affine)
+        self.x, self.affine, self.rest = choose.x, affine, residual(choose, affine)
         self.squares, self.total = self.rest.double().square().sum(), choose.spread.sum()
 
     @torch.no_grad()
-    def gain(self, layer: Bilinear) -> float:
+    def __call__(self, layer: Bilinear) -> float:
         change = layer.products(self.x) + (layer.bias - self.affine.bias)
         left = (self.rest - change).square().sum(1).double().sum()
         return float((self.squares - left) / self.total)
 
 
-def left_over(sample: Sample, affine: Affine) -> Tensor:
+def residual(sample: Sample, affine: Affine) -> Tensor:
     """(n, d_out), y - Wx - b, subtracted in float64."""
     exact = Affine(affine.weight.double(), affine.bias.double(), affine.rank)
     pairs = zip(sample.x.split(CHUNK), sample.y.split(CHUNK), strict=True)
@@ -303,9 +303,9 @@ def train_products(
     steps: int = 4000,
     every: int = 200,
 ) -> Solved:
-    """The paper's: Adam 1e-3 on batches of 256 raw rows, a gate exp(q) from q = -2, the best kept.
+    """The paper's method: Adam 1e-3 on batches of 256 raw rows, a gate exp(q) from q = -2.
 
-    The paper keeps the best by the rows it reports; here `choose` decides, and others report.
+    The best state by `choose` is kept. The paper chooses by the rows that it reports.
     """
     began = time.perf_counter()
     g = torch.Generator().manual_seed(seed)
@@ -313,9 +313,9 @@ def train_products(
     U, V, A = (nn.Parameter(as_linear(*s, g)) for s in ((rank, d), (rank, d), (d_out, rank)))
     q = nn.Parameter(torch.tensor(-2.0))
     adam = torch.optim.Adam([U, V, A, q], lr=1e-3)
-    rest = left_over(fit, affine)
+    rest = residual(fit, affine)
     linear = nn.functional.linear
-    judge = _Judge(choose, affine)
+    choose_gain = _Gain(choose, affine)
     best, best_gain, chosen_at, gate = None, -math.inf, 0, math.exp(-2)
     curve: list[tuple[int, float]] = []
     for step in range(1, steps + 1):
@@ -328,7 +328,7 @@ def train_products(
         adam.step()
         if step % every == 0 or step == steps:
             layer = Bilinear(affine, U.clone(), V.clone(), q.exp() * A)
-            curve.append((step, gain := judge.gain(layer)))
+            curve.append((step, gain := choose_gain(layer)))
             if gain > best_gain:
                 best, best_gain, chosen_at, gate = layer, gain, step, float(q.detach().exp())
     assert best is not None
@@ -338,12 +338,12 @@ def train_products(
 
 
 def as_linear(rows: int, columns: int, g: torch.Generator) -> Tensor:
-    """Weights drawn as nn.Linear draws its own."""
+    """Weights drawn as nn.Linear draws them."""
     return (torch.rand(rows, columns, generator=g) * 2 - 1) / math.sqrt(columns)
 
 
 def settled(gains: Sequence[float], last: int = 5) -> bool:
-    """Has the best of the last few looks added less than 1 % to the best before them?"""
+    """Has the best of the last few checks added less than 1 % to the best before them?"""
     if len(gains) <= last:
         return False
     return max(gains[-last:]) - max(gains[:-last]) <= 0.01 * abs(max(gains[:-last]))
@@ -352,9 +352,47 @@ def settled(gains: Sequence[float], last: int = 5) -> bool:
 def rank_sweep(
     fit: Sample, choose: Sample, affine: Affine, ranks: Sequence[int] = RANKS, seed: int = 0
 ) -> list[Solved]:
-    """One search a rank, each begun where the one before ended."""
-    found: list[Solved] = []
+    """One search for each rank, which starts at the layer of the rank before."""
+    solved: list[Solved] = []
     for rank in ranks:
-        start = found[-1].layer if found else None
-        found.append(solve_products(fit, choose, affine, rank=rank, seed=seed, start=start))
-    return found
+        start = solved[-1].layer if solved else None
+        solved.append(solve_products(fit, choose, affine, rank=rank, seed=seed, start=start))
+    return solved
+
+
+def probe_products(
+    fit: Sample,
+    choose: Sample,
+    report: Sample,
+    affine: Affine,
+    *,
+    rank: int,
+    solver: str,
+    seeds: int,
+    seed: int,
+) -> tuple[dict[str, Any], dict[str, Layer]]:
+    """The record and layer of the seed with the highest gain on `choose`; every seed is listed."""
+    search = solve_products if solver == "ours" else train_products
+    tried = [search(fit, choose, affine, rank=rank, seed=seed + i) for i in range(seeds)]
+    best = max(tried, key=lambda solved: max(gain for _, gain in solved.curve))
+
+    def scored(layer: Bilinear) -> dict[str, Any]:
+        scores = outcome(layer, affine, report).to_dict()
+        return scores | {"recruitment": recruitment(layer, affine, report)}
+
+    by_seed = [solved.to_dict() | scored(solved.layer) for solved in tried]
+    record = {
+        **by_seed[tried.index(best)],
+        "parameters": size_of(best.layer),
+        "beyond_map": size_of(best.layer) - affine.parameters,
+        "seeds": by_seed,
+        "ranks": None,
+    }
+    record.pop("curve")
+    if solver == "ours":
+        record["ranks"] = [
+            {"rank": solved.rank, "converged": solved.converged, "seconds": solved.seconds}
+            | scored(solved.layer)
+            for solved in rank_sweep(fit, choose, affine, RANKS, seed)
+        ]
+    return record, {"bilinear": best.layer}

@@ -1,15 +1,16 @@
-"""Fine-tune the layer that stands in for a block, and nothing else; and the block itself, as control.
+"""Fine-tune the layer in place of a block, and nothing else; and the block itself, as a control.
 
     healed = heal(model, block, layer, windows)
 
-A swapped layer that is trained on text gets better in part because it repairs the swap and in part
-because it learns the text. The original block, trained alike, shows the second part.
+Training a swapped layer on text improves it for two reasons: it repairs the swap, and it learns the
+text. The original block, trained in the same way, shows the second.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine, UnitMap
+from howlinear.losses.readout import Readout
 from howlinear.models.families import Block
-from howlinear.models.hooks import evaluating, swapped
-from howlinear.probing.samples import Cast
+from howlinear.models.hooks import as_module, evaluating, swapped
+from howlinear.probing.samples import Cast, Layer
 
 LEARNING_RATE = 1e-4
-WINDOWS = 2  # a step
+WINDOWS = 2  # per step
 
 
-class Healing(nn.Module):
-    """A map with weights that can be trained; kept hidden units stay as they are."""
+class TrainableMap(nn.Module):
+    """A map with weights that can be trained; kept hidden units are frozen."""
 
     def __init__(self, layer: Affine | UnitMap) -> None:
         super().__init__()
@@ -47,6 +49,8 @@ class Healing(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Healed:
+    """A fine-tuned layer, and its training losses."""
+
     layer: nn.Module
     losses: list[float]  # mean of each tenth of the steps
     steps: int
@@ -69,7 +73,7 @@ def heal(
     """Adam 1e-4 on the next-token loss, two windows a step; a float32 copy of `layer` is trained."""
     began = time.perf_counter()
     layer = copy.deepcopy(layer).float().requires_grad_(True)
-    if isinstance(layer, Healing) and layer.hidden is not None:
+    if isinstance(layer, TrainableMap) and layer.hidden is not None:
         layer.hidden.requires_grad_(False)
     runs = Cast(layer)
     params = [p for p in layer.parameters() if p.requires_grad]
@@ -83,10 +87,7 @@ def heal(
         with swapped(model, {block: runs}), evaluating(model):
             for _ in range(steps):
                 ids = windows[torch.randint(len(windows), (WINDOWS,), generator=g)].to(device)
-                logits = model(input_ids=ids).logits[:, :-1].float()
-                loss = nn.functional.cross_entropy(
-                    logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1)
-                )
+                loss = _next_token_loss(model, ids)
                 adam.zero_grad()
                 loss.backward()
                 adam.step()
@@ -101,3 +102,32 @@ def heal(
     ]
     tokens = steps * WINDOWS * windows.shape[1]
     return Healed(layer, curve, steps, tokens, time.perf_counter() - began)
+
+
+def _next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    targets = ids[:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets)
+
+
+def probe_healing(
+    model: nn.Module,
+    block: Block,
+    swap_map: Callable[[], Affine | UnitMap],
+    windows: Tensor,
+    *,
+    steps: int,
+    seed: int,
+) -> tuple[dict[str, Any], dict[str, Layer]]:
+    """The swap's map and the block itself, fine-tuned in the same way."""
+    Readout(model)  # ValueError for a model without a next-token loss
+    fitted = swap_map()
+    start = TrainableMap(fitted)
+    healed, control = (
+        heal(model, block, layer, windows, steps=steps, seed=seed)
+        for layer in (start, as_module(model, block))
+    )
+    layers: dict[str, Layer] = {"swapped": start.requires_grad_(False)}
+    layers |= {"healed": healed.layer, "control": control.layer}
+    record = {"healed": healed.to_dict(), "control": control.to_dict()}
+    return record | {"units": list(getattr(fitted, "units", ()))}, layers

@@ -1,12 +1,12 @@
 """From one matrix to the whole block: regress y on [x, the activations of k hidden units].
 
-    steps, maps = climb(model, block, fit, report, affine)
+    steps, maps = regressions(model, block, fit, report, affine)
     steps[3]["k"], steps[3]["r2"], steps[3]["parameters"]
 
-k = 0 is the affine map, k = all the block itself. Units are taken one at a time, each the one that
+k = 0 is the affine map, k = all the block itself. Units are added one at a time, each the one that
 lowers the squared error most given the matrix and the units before it: forward selection, done in
-closed form on the Schur complement C = S_hh - S_hx S_xx^-1 S_xh (what the matrix does not know of
-the units) and E = S_hy - S_hx S_xx^-1 S_xy. Unit j would spare |E_j|^2 / C_jj.
+closed form on the Schur complement C = S_hh - S_hx S_xx^-1 S_xh (the part of the units that x does
+not explain linearly) and E = S_hy - S_hx S_xx^-1 S_xy. Unit j lowers the error by |E_j|^2 / C_jj.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from howlinear.models.hooks import as_module
 from howlinear.models.units import hidden_units, taken
 from howlinear.probing.samples import CHUNK, Cast, Layer, Sample, outcome, size_of
 
-ROWS_A_COLUMN = 8  # fewer, and a step of the ladder is not fitted
+ROWS_A_COLUMN = 8  # of a regression, at least
 
 
-def rungs(m: int, extra: Sequence[int] = ()) -> list[int]:
-    """0, 1, 2, 4, ... m, and others that are asked for."""
+def unit_counts(m: int, extra: Sequence[int] = ()) -> list[int]:
+    """0, 1, 2, 4, ... m, and extra ones."""
     powers = [2**i for i in range(m.bit_length()) if 2**i < m]
     return sorted({0, m, *powers, *(k for k in extra if 0 <= k <= m)})
 
 
-def climb(
+def regressions(
     model: nn.Module, block: Block, fit: Sample, report: Sample, affine: Affine
 ) -> tuple[list[dict[str, Any]], dict[int, Layer]]:
-    """Every rung's held-out score and parameters, and its map by k.
+    """Held-out scores and parameters for each number k of hidden units, and the maps by k.
 
-    One more rung has as many parameters as two matrices, to stand beside `dense (2x)`. Rungs with
-    fewer than 8 fit rows a column are left out. Those that are fitted refit the matrix too.
+    One k has as many parameters as two matrices, to compare with `dense (2x)`. Regressions with fewer
+    than 8 fit rows a column are left out. The matrix is refitted for each k.
     """
     every = Cast(hidden_units(model, block))
     d, m = block.d_in, int(every(fit.x[:1]).shape[-1])
     one = sum(p.numel() for p in taken(model, block, [0]).parameters()) + block.d_out
-    ks = rungs(m, [units_at(2 * affine.parameters, affine, one)])
+    ks = unit_counts(m, [units_at(2 * affine.parameters, affine, one)])
     fitted = [k for k in ks if 0 < k < m and len(fit) >= ROWS_A_COLUMN * (d + k + 1)]
     maps: dict[int, Any] = {0: affine, m: Cast(as_module(model, block))}
     if fitted:
@@ -65,8 +65,23 @@ def climb(
     return steps, maps
 
 
+def probe_units(
+    model: nn.Module, block: Block, fit: Sample, report: Sample, affine: Affine
+) -> tuple[dict[str, Any], dict[str, Layer]]:
+    """The record of `regressions`, and the map with at most as many parameters as two matrices."""
+    steps, maps = regressions(model, block, fit, report, affine)
+    limit = 2 * affine.parameters
+    k = max((step["k"] for step in steps if step["parameters"] <= limit), default=0)
+    record = {"steps": steps, "at_two_matrices": k}
+    top = max((step["k"] for step in steps[:-1]), default=0)
+    if 2 * top < steps[-1]["k"]:
+        columns = block.d_in + (steps[-1]["k"] + 1) // 2 + 1
+        record["note"] = f"more than {top} units need more rows: {ROWS_A_COLUMN * columns} (--rows)"
+    return record, {f"{k} units": maps[k]} if k else {}
+
+
 def units_at(parameters: int, affine: Affine, one: int) -> int:
-    """How many units fit beside the matrix into a number of parameters."""
+    """The number of units that fit beside the matrix into a number of parameters."""
     return max(0, (parameters - affine.parameters) // one)
 
 
@@ -77,13 +92,13 @@ def forward_selection(rows: Moments, d: int, most: int) -> list[int]:
     m = len(S) - d
     C = S[d:, d:] - S[d:, :d] @ W[:, :m]
     E = S_y[d:] - S[d:, :d] @ W[:, m:]
-    floor = torch.finfo(torch.float64).eps ** 0.5  # below it a unit is a sum of what is taken
+    floor = torch.finfo(torch.float64).eps ** 0.5  # below it a unit depends linearly on those taken
     left = C.diagonal().clone()
     order: list[int] = []
     for _ in range(most):
         gain = torch.where(left > floor, E.square().sum(1) / left.clamp_min(floor), -1.0)
         j = int(gain.argmax())
-        if float(gain[j]) < 0:  # the rest adds nothing: in their own order
+        if float(gain[j]) < 0:  # the others add nothing: in order of their numbers
             order += [u for u in range(m) if u not in set(order)][: most - len(order)]
             break
         order.append(j)
@@ -97,7 +112,7 @@ def forward_selection(rows: Moments, d: int, most: int) -> list[int]:
 
 
 def _regress(S: Tensor, B: Tensor) -> Tensor:
-    """S^-1 B, by the eigenvectors that are not noise."""
+    """S^-1 B on the eigenvectors above the noise level."""
     values, vectors = torch.linalg.eigh(S)
     keep = values > len(S) * torch.finfo(torch.float64).eps * values[-1]
     V = vectors[:, keep]

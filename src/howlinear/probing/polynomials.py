@@ -1,12 +1,12 @@
-"""Is the rest a polynomial of low degree? A ridge regression of it on monomials, in closed form.
+"""Is the residual a polynomial of low degree? Ridge regression on monomials, in closed form.
 
-    found, layers = degrees(fit, choose, report, affine)
-    found["steps"][1]["gain"], found["verdict"]
+    record, layers = degrees(fit, choose, report, affine)
+    record["steps"][1]["gain"], record["verdict"]
 
 The leading principal directions of x, scaled to unit variance, are multiplied out to degree 2 and 3;
-the linear terms stay in, so that lower degrees are contained in higher ones. A second polynomial of
-degree 2 has as many monomials as the one of degree 3, in more directions: what is gained by a
-higher order, and what by looking at more of x? The ridge is chosen on the rows kept for choosing.
+linear terms are included, so that higher degrees contain lower ones. A second polynomial of degree 2
+has as many monomials as the one of degree 3, in more directions: it separates the gain of a higher
+order from the gain of more directions. The ridge is chosen on the rows kept for choosing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from howlinear.linear.affine import Affine
 from howlinear.linear.moments import Moments
 from howlinear.linear.solving import fit as least_squares
-from howlinear.probing.bilinear import left_over
+from howlinear.probing.bilinear import residual
 from howlinear.probing.samples import CHUNK, Layer, Sample, errors, outcome, ratio, size_of
 
 DIRECTIONS = 20
 ROWS_A_MONOMIAL = 15
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a monomial's variance
-SHARE = 0.1  # of the rest: less than this recovered is no polynomial, in words
+SHARE = 0.1  # of the residual: the verdict is "no polynomial" below it
 
 
 class Polynomial(nn.Module):
@@ -39,7 +39,7 @@ class Polynomial(nn.Module):
         p = directions.shape[1]
         self.terms = [
             torch.tensor(list(choices(range(p), q))).t() for q in range(1, degree + 1)
-        ]  # a column a monomial
+        ]  # one column per monomial
         count = sum(t.shape[1] for t in self.terms)
         self.scale = torch.ones(count)
         self.weight = nn.Parameter(torch.zeros(affine.d_out, count), requires_grad=False)
@@ -72,7 +72,7 @@ def degrees(
     most = max(_monomials(1, 3), len(fit) // ROWS_A_MONOMIAL)
     p = max(q for q in range(1, min(usable, DIRECTIONS) + 1) if _monomials(q, 3) <= most)
     wide = max(q for q in range(1, usable + 1) if _monomials(q, 2) <= _monomials(p, 3))
-    rest = left_over(fit, affine)
+    rest = residual(fit, affine)
     steps: list[dict[str, Any]] = []
     layers: dict[str, Layer] = {}
     squares: dict[str, Tensor] = {}
@@ -83,7 +83,7 @@ def degrees(
         name = f"degree {degree} in {count}"
         ridge, errors_by[name] = _fit(layer, fit, rest, choose)
         layers[name], squares[name] = layer, errors(layer, report)[0]
-        done = outcome(layer, affine, report)
+        scores = outcome(layer, affine, report)
         steps.append(
             {
                 "degree": degree,
@@ -91,19 +91,19 @@ def degrees(
                 "monomials": layer.weight.shape[1],
                 "ridge": ridge,
                 "parameters": affine.parameters + directions.numel() + size_of(layer),
-                "recovered": _share(done.gain, 1 - done.r2 + done.gain),
-                **done.to_dict(),
+                "recovered": _share(scores.gain, 1 - scores.r2 + scores.gain),
+                **scores.to_dict(),
             }
         )
     second, third = squares[f"degree 2 in {p}"], squares[f"degree 3 in {p}"]
     more, more_se = ratio(second - third, report.spread, report.window)
     best = min(errors_by, key=errors_by.__getitem__)  # by the rows kept for choosing
-    found = {"steps": steps, "best": best, "third_gain": more, "third_gain_se": more_se}
-    return found | {"verdict": verdict(steps, more, more_se)}, layers
+    record = {"steps": steps, "best": best, "third_gain": more, "third_gain_se": more_se}
+    return record | {"verdict": verdict(steps, more, more_se)}, layers
 
 
 def verdict(steps: list[dict[str, Any]], third: float, third_se: float) -> str:
-    """In plain words; SHARE is a convention, stated in docs/fields.md."""
+    """The verdict in words; SHARE is a convention, stated in docs/fields.md."""
     if max(step["recovered"] for step in steps) < SHARE:
         return "no polynomial of degree 3 in the leading directions"
     unsure = 0.0 if math.isnan(third_se) else 2 * third_se
@@ -122,23 +122,23 @@ def _monomials(directions: int, degree: int) -> int:
 
 @torch.no_grad()
 def _fit(layer: Polynomial, fit: Sample, rest: Tensor, choose: Sample) -> tuple[float, float]:
-    """The weights of the ridge that does best on `choose`; that ridge, and the squares it leaves."""
+    """Set the weights of the best ridge by `choose`; that ridge, and its squared error there."""
     squares = sum(layer.monomials(x).double().square().sum(0) for x in fit.x.split(CHUNK))
     assert isinstance(squares, Tensor)
     layer.scale = (squares / len(fit)).sqrt().float().clamp_min(1e-30)
     rows = Moments(len(layer.scale), layer.d_out)
     for x, y in zip(fit.x.split(CHUNK), rest.split(CHUNK), strict=True):
         rows.update(layer.monomials(x), y)
-    seen = [(layer.monomials(x), layer.affine(x)) for x in choose.x.split(CHUNK)]
-    best, found = math.inf, 0.0
+    inputs = [(layer.monomials(x), layer.affine(x)) for x in choose.x.split(CHUNK)]
+    best, best_ridge = math.inf, 0.0
     for ridge in RIDGES:
-        made = least_squares(rows, ridge=ridge * len(fit))
-        weight, bias = made.weight.float(), made.bias.float()
+        affine = least_squares(rows, ridge=ridge * len(fit))
+        weight, bias = affine.weight.float(), affine.bias.float()
         error = sum(
             float((y - base - m @ weight.t() - bias).double().square().sum())
-            for (m, base), y in zip(seen, choose.y.split(CHUNK), strict=True)
+            for (m, base), y in zip(inputs, choose.y.split(CHUNK), strict=True)
         )
         if error < best:
-            best, found = error, ridge
+            best, best_ridge = error, ridge
             layer.weight.data, layer.bias.data = weight, bias
-    return found, best
+    return best_ridge, best

@@ -1,9 +1,9 @@
-"""How far a block moves when its weights are rounded: easy to quantise is not the same as linear.
+"""The error of a block's output when its weights are rounded: is easy to quantise the same as linear?
 
     rounded(model, block, bits=4)       # the block as a module, weights rounded to nearest
 
-Round to nearest, symmetric, scaled by the largest weight: int8 one scale an output row, int4 one a
-group of 128 inputs. Nothing is calibrated; activations stay as they are.
+Round to nearest, symmetric, scaled by the largest weight: int8 with one scale per output row, int4 with
+one per group of 128 inputs. No calibration; activations are not rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUP = {8: None, 4: 128}
 
 
 def nearest(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
-    """(out, in) rounded to 2^bits - 1 levels about zero, one scale a row and group of inputs."""
+    """(out, in) rounded to 2^bits - 1 levels about zero, one scale per row and group of inputs."""
     most = 2 ** (bits - 1) - 1
     parts = weight.float().split(group or weight.shape[1], dim=1)
     rounded = []
@@ -35,7 +35,7 @@ def nearest(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
 
 
 def rounded(model: nn.Module, block: Block, bits: int) -> nn.Module:
-    """The block with all its projections rounded. ValueError where it has no plain ones."""
+    """The block with all its projections rounded. ValueError if it has no plain ones."""
     new: dict[nn.Module, nn.Module] = {}
     steps = [attrgetter(path)(model) for path in block.steps]
     for step in steps:
@@ -58,12 +58,13 @@ def rounding_errors(
     model: nn.Module, block: Block, report: Sample
 ) -> tuple[dict[str, Any], dict[str, Layer]]:
     """Squared error of the block's output over its variance, at int8 and int4."""
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     layers: dict[str, Layer] = {}
     for bits in GROUP:
         layer = layers[f"int{bits}"] = Cast(rounded(model, block, bits))
         error, cosine = errors(layer, report)
         share, se = ratio(error, report.spread, report.window)
         body = ratio(error * report.body, report.spread_body, report.window)[0]
-        found[f"int{bits}"] = {"error": share, "error_se": se, "error_body": body, "cosine": cosine}
-    return found, layers
+        scores = {"error": share, "error_se": se, "error_body": body, "cosine": cosine}
+        record[f"int{bits}"] = scores
+    return record, layers

@@ -1,11 +1,11 @@
-"""A bounded sample of a block's rows, and how well a layer stands in for the block on rows it never saw.
+"""A bounded sample of a block's rows, and scores of layers in its place on rows they were not fitted on.
 
-    fit = gather(model, at, windows)[11]              # x, y, and where each row comes from
+    fit = gather(model, at, windows)[11]              # x, y, window, position, token
     report = gather(model, at, other_windows)[11]
     outcome(layer, affine, report).gain               # share of variance beyond the affine map
 
-Moments need no rows; whatever is fitted beyond a matrix does. Rows of whole windows are kept, so
-that a standard error over windows can be had, and how many is for the caller to bound.
+A matrix is fitted from moments; other layers need rows. Rows of whole windows are kept, for standard
+errors over windows. The caller bounds their number.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.rows import Rows
-from howlinear.losses.protocols import Batches
-from howlinear.losses.sweeps import model_inputs
-from howlinear.models.families import Block, backbone
-from howlinear.models.hooks import evaluating, tap
+from howlinear.models.families import Block
+from howlinear.models.forward import Batch, WindowsLike, run_rows
 from howlinear.records import statistics
 
 CHUNK = 4096  # rows run at once
@@ -33,25 +31,25 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Rows of one block: x (n, d_in) and y (n, d_out) in float32, and where each row comes from."""
+    """Rows of one block: x (n, d_in) and y (n, d_out) in float32, and the place of each row in the text."""
 
     x: Tensor
     y: Tensor
     window: Tensor  # (n,)
     position: Tensor  # (n,) within its window
-    token: Tensor | None = None  # (n,) the id that was read there
+    token: Tensor | None = None  # (n,) id of the token at that position
 
     def __len__(self) -> int:
         return len(self.x)
 
     @cached_property
     def spaced(self) -> Tensor:
-        """256 rows, or all, from everywhere in the text."""
+        """x of at most 256 rows, evenly spaced."""
         return self.x[:: max(1, len(self) // OCCLUDED)][:OCCLUDED]
 
     @cached_property
     def body(self) -> Tensor:
-        """(n,) rows that are no window's first."""
+        """(n,) is the row not the first of its window?"""
         return self.position > 0
 
     @cached_property
@@ -61,34 +59,27 @@ class Sample:
 
     @cached_property
     def spread_body(self) -> Tensor:
-        """(n,) the same around the mean of the body, and zero at first positions."""
+        """(n,) squared distance of y from the mean of the body; zero at first positions."""
         spread = torch.zeros(len(self), dtype=torch.float64)
         spread[self.body] = _around_mean(self.y[self.body])
         return spread
 
 
-def gather(model: nn.Module, at: Sequence[Block], windows: Batches) -> dict[int, Sample]:
-    """Every row of some windows, by block index. 4 (d_in + d_out) bytes a row and block."""
+def gather(model: nn.Module, at: Sequence[Block], windows: WindowsLike) -> dict[int, Sample]:
+    """Every row of the windows, by block index. 4 (d_in + d_out) bytes a row and block."""
     parts: dict[int, list[tuple[Tensor, ...]]] = {b.index: [] for b in at}
-    before = 0
-    inputs: dict[str, Tensor] = {}
 
-    def receive(block: Block, rows: Rows) -> None:
-        own = (
-            rows.x.to(torch.float32, copy=True).cpu(),
-            rows.y.float().cpu(),
-            rows.window.cpu() + before,
-        )
+    def receive(batch: Batch, block: Block, rows: Rows) -> None:
+        inputs, kept = batch.inputs, rows.kept.cpu()
         name = "decoder_input_ids" if block.stack == "decoder" else "input_ids"
-        read, token = inputs.get(name, inputs.get("input_ids")), torch.full((len(rows.x),), -1)
-        if read is not None and int(rows.kept[-1]) < read.numel():
-            token = read.reshape(-1)[rows.kept].cpu()
-        parts[block.index].append((*own, rows.position.cpu(), token))
+        ids, token = inputs.get(name, inputs.get("input_ids")), torch.full((len(rows.x),), -1)
+        if ids is not None and int(kept[-1]) < ids.numel():
+            token = ids.reshape(-1).cpu()[kept]
+        x, y = rows.x.to(torch.float32, copy=True).cpu(), rows.y.float().cpu()
+        window = rows.window.cpu() + batch.first
+        parts[block.index].append((x, y, window, rows.position.cpu(), token))
 
-    with torch.no_grad(), evaluating(model), tap(model, receive, at=at):
-        for inputs in model_inputs(model, windows):
-            backbone(model)(**inputs)
-            before += len(next(iter(inputs.values())))
+    run_rows(model, windows, receive, at=at)
     samples = {}
     for index in list(parts):
         x, y, window, position, token = map(torch.cat, zip(*parts.pop(index), strict=True))
@@ -96,8 +87,8 @@ def gather(model: nn.Module, at: Sequence[Block], windows: Batches) -> dict[int,
     return samples
 
 
-def bytes_of(block: Block, rows: int) -> int:
-    """What `gather` keeps of one block."""
+def sample_bytes(block: Block, rows: int) -> int:
+    """Bytes that `gather` keeps of one block."""
     return rows * (4 * (block.d_in + block.d_out) + 3 * 8)
 
 
@@ -106,15 +97,15 @@ def _around_mean(y: Tensor) -> Tensor:
     return torch.cat([(part.double() - mean).square().sum(1) for part in y.split(CHUNK)])
 
 
-# -- how well a layer does -------------------------------------------------------------------------
+# -- scores of a layer -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A layer beside the affine map, on the same rows.
 
-    `gain` is the share of variance by which the layer leaves less than the map; its standard error
-    is over windows: rows of one window may be alike, windows are taken as independent.
+    `gain` is the share of variance that the layer explains beyond the map. Its standard error is over
+    windows, which are taken as independent; rows of one window are not.
     """
 
     r2: float
@@ -149,19 +140,19 @@ def outcome(layer: Layer, affine: Layer, sample: Sample) -> Outcome:
 
 
 class Cast(nn.Module):
-    """A layer run in the dtype and on the device of its own weights, whatever x comes in.
+    """Runs a layer in the dtype and on the device of its weights; returns those of x.
 
-    Rows (n, d) become one window: experts take nothing else.
+    Rows (n, d) become one window (1, n, d), the shape that experts need.
     """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.layer = layer
-        own = layer.parameters() if isinstance(layer, nn.Module) else iter(())
-        self.like = next(own, None)
+        parameters = layer.parameters() if isinstance(layer, nn.Module) else iter(())
+        self.like = next(parameters, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.like is None:  # maps take any dtype; not to be run in less than float32
+        if self.like is None:  # maps take any dtype, but lose accuracy below float32
             return self.layer(x.to(torch.promote_types(x.dtype, torch.float32))).to(x)
         rows = x.to(self.like)
         return self.layer(rows if x.ndim > 2 else rows[None]).reshape(*x.shape[:-1], -1).to(x)
@@ -169,8 +160,9 @@ class Cast(nn.Module):
 
 def size_of(layer: Any) -> int:
     """Parameters of a map or of a module."""
-    own = layer.parameters
-    return own if isinstance(own, int) else sum(p.numel() for p in own())
+    if isinstance(layer, nn.Module):
+        return sum(p.numel() for p in layer.parameters())
+    return int(layer.parameters)
 
 
 @torch.no_grad()
@@ -197,7 +189,7 @@ def ratio(part: Tensor, whole: Tensor, window: Tensor) -> tuple[float, float]:
 
 @torch.no_grad()
 def conjunction(layer: Layer, x: Tensor) -> float:
-    """Does the layer need both halves of its input together? 0 for whatever is a sum over features.
+    """Does the layer need both halves of its input together? 0 for a sum over features.
 
     The response is the mean output feature. Each half of the input features is set to zero, then
     both: mean over rows of clamp((drop_a + drop_b - drop_ab) / |drop_ab|, 0, 1).

@@ -1,13 +1,13 @@
-"""Layers trained by gradient descent in a block's place: depth controls, and the pitfall of training.
+"""Layers trained by gradient descent in a block's place: depth controls, and trained linear layers.
 
     trained = train(dense(fit, seed=0), fit, choose)
     trained.layer, trained.converged, trained.curve
 
-    baselines(fit, report)              # a linear layer by SGD, Adam and AdamW against the closed form
+    baselines(fit, report)      # a linear layer by SGD, Adam and AdamW against least squares
 
-A trained network is given every chance: inputs and outputs are brought to unit scale inside it, the
-step shrinks when the rows kept for stopping no longer gain, and the best state by them is kept. It
-has converged when the step has shrunk three times.
+Networks see inputs and outputs at unit scale. The learning rate shrinks when R2 on the rows kept for
+stopping no longer rises, and the best state by these rows is kept. Training has converged when the
+learning rate has shrunk three times.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +26,19 @@ from howlinear.linear.affine import Affine
 from howlinear.linear.moments import Moments
 from howlinear.linear.solving import fit as least_squares
 from howlinear.probing.bilinear import Bilinear, as_linear
-from howlinear.probing.samples import CHUNK, Layer, Sample, errors
+from howlinear.probing.samples import CHUNK, Layer, Sample, errors, outcome
 
 BATCH = 256
-EVERY = 250  # steps between looks at the rows kept for stopping
-PATIENCE = 3  # looks without gain before the step shrinks
-GAIN = 5e-4  # of R2: less is none
+EVERY = 250  # steps between checks on the rows kept for stopping
+PATIENCE = 3  # checks without gain before the learning rate shrinks
+GAIN = 5e-4  # of R2, that counts as a gain
 SHRINK = 0.3
-LOOKS = 30  # points of a baseline's loss curve
+POINTS = 30  # of a baseline's loss curve
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained layer, and how it came about."""
+    """A trained layer, and its training."""
 
     layer: nn.Module
     seed: int
@@ -101,7 +102,7 @@ def poly(fit: Sample, seed: int, rank: int = 16) -> nn.Module:
 
 
 def seeded(affine: Affine, seed: int, rank: int = 16) -> nn.Module:
-    """The paper's seeded poly: one bilinear layer that starts at the closed form, all of it trained."""
+    """The paper's seeded poly: one bilinear layer that starts at the least-squares map, all trained."""
     return _gated(affine, rank, torch.Generator().manual_seed(seed))
 
 
@@ -120,7 +121,7 @@ def train(
     steps: int = 8000,
     lr: float = 1e-3,
 ) -> Trained:
-    """AdamW on batches of 256 rows until the rows kept for stopping gain nothing more."""
+    """AdamW on batches of 256 rows until R2 on the rows kept for stopping no longer rises."""
     began = time.perf_counter()
     g = torch.Generator().manual_seed(seed)
     scale = float((fit.y - fit.y.mean(0)).square().mean()) or 1.0
@@ -155,16 +156,33 @@ def train(
     return Trained(layer, seed, done, time.perf_counter() - began, converged, chosen_at, curve)
 
 
-# -- the pitfall: a linear layer by gradient descent ----------------------------------------------
+def probe_network(
+    networks: Iterable[tuple[int, nn.Module]],
+    fit: Sample,
+    choose: Sample,
+    report: Sample,
+    affine: Affine,
+    **options: Any,
+) -> tuple[dict[str, Any], nn.Module]:
+    """Train each (seed, network); the record of all, and the best by `choose`."""
+    trained = [train(layer, fit, choose, seed=seed, **options) for seed, layer in networks]
+    best = max(trained, key=lambda t: max(r2 for _, r2 in t.curve))
+    by_seed = [t.to_dict() | outcome(t.layer, affine, report).to_dict() for t in trained]
+    record = {**by_seed[trained.index(best)], "seeds": by_seed}
+    record.pop("curve")
+    return record, best.layer
+
+
+# -- a linear layer by gradient descent -----------------------------------------------------------
 
 
 def baselines(
     fit: Sample, report: Sample, *, steps: int = 3000, seed: int = 0
 ) -> tuple[dict[str, Any], dict[str, Layer]]:
-    """A linear layer by SGD, Adam and AdamW, on inputs as they are and whitened, and the closed form.
+    """A linear layer by SGD, Adam and AdamW, on raw and on whitened inputs, and least squares.
 
-    All see the same rows, the trained ones in the same order for `steps` batches of 256, with the step falling
-    linearly to zero: Adam's from 1e-3, SGD's from the largest that batches allow without diverging,
+    All see the same rows; training takes `steps` batches of 256 in the same order. The learning rate
+    falls linearly to zero: Adam's from 1e-3, SGD's from the largest that does not diverge,
     256 / (max |x|^2 + 255 lambda_max), lambda_max of the inputs' mean square (Ma, Bassily, Belkin
     2018, arXiv 1712.06559).
     """
@@ -209,7 +227,7 @@ def baselines(
 
 
 def _whitened(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], float]:
-    """x with unit covariance, how that is made of x, and the condition number of x."""
+    """x with unit covariance, the (mean, root) that whiten it, and the condition number of x."""
     mean = x.double().mean(0)
     S = sum((part.double() - mean).t() @ (part.double() - mean) for part in x.split(CHUNK))
     assert isinstance(S, Tensor)
@@ -226,7 +244,7 @@ def _whitened(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], float]:
 def _descend(
     name: str, x: Tensor, y: Tensor, steps: int, seed: int
 ) -> tuple[Tensor, Tensor, float, list[tuple[int, float]]]:
-    """(weight, bias, first step size, [(step, mean loss of a look's batches / variance)])"""
+    """(weight, bias, first learning rate, [(step, mean loss since the last point / variance)])"""
     g = torch.Generator().manual_seed(seed)
     n, d, d_out = len(x), x.shape[1], y.shape[1]
     weight, bias = torch.zeros(d_out, d), torch.zeros(d_out)
@@ -243,7 +261,7 @@ def _descend(
     optimiser = makes[name](params)
     variance = float((y - y.mean(0)).double().square().sum() / n)
     curve, loss = [], 0.0
-    look = max(1, steps // LOOKS)
+    every = max(1, steps // POINTS)
     with torch.no_grad():
         for step in range(1, steps + 1):
             rows = torch.randint(n, (BATCH,), generator=g)
@@ -254,7 +272,7 @@ def _descend(
             params[1].grad = error.mean(0)
             optimiser.param_groups[0]["lr"] = lr * (1 - (step - 1) / steps)
             optimiser.step()
-            if step % look == 0:
-                curve.append((step, loss / look))
+            if step % every == 0:
+                curve.append((step, loss / every))
                 loss = 0.0
     return params[0].detach(), params[1].detach(), lr, curve

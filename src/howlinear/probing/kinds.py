@@ -1,0 +1,136 @@
+"""The table of probes: one row for each kind.
+
+A probe is a module with a function of rows, and a row here that calls it for one block. It returns a
+record for probe.json and layers, by name, that can be swapped in for the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from howlinear.linear.affine import Affine, UnitMap
+from howlinear.losses.protocols import EvalProtocol
+from howlinear.models.families import Block
+from howlinear.probing.bilinear import SOLVERS, probe_products
+from howlinear.probing.healing import probe_healing
+from howlinear.probing.ladder import probe_units
+from howlinear.probing.polynomials import degrees
+from howlinear.probing.reading import Decode, probe_residual
+from howlinear.probing.rounding import rounding_errors
+from howlinear.probing.samples import Layer, Sample
+from howlinear.probing.training import baselines, dense, poly, probe_network, seeded
+
+Layers = dict[str, Layer]
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """Which probes are made and how."""
+
+    kinds: tuple[str, ...] = field(default_factory=lambda: QUICK)
+    rank: int = 16  # of bilinear layers
+    solver: str = "ours"  # of the bilinear probe: ours or paper
+    seeds: int = 3
+    seed: int = 0
+    train_steps: int = 3000  # of the trained linear layers
+    heal_steps: int = 200
+    protocol: EvalProtocol | str | None = None  # of the loss with a layer swapped in
+    memory: int | None = None  # bytes of rows and layers held at once; None: any
+    keep_layers: bool = True  # in the result, for all blocks
+    decode: Decode | None = None  # token id -> text
+    about: dict[str, Any] = field(default_factory=dict)  # model and text, for probe.json
+
+    def __post_init__(self) -> None:
+        if unknown := [k for k in self.kinds if k not in PROBES]:
+            known = ", ".join(KINDS)
+            raise ValueError(f"there is no probe {unknown[0]!r}: choose of {known} (--kind)")
+        if self.solver not in SOLVERS:
+            raise ValueError(f"unknown solver {self.solver!r}: ours or paper (--solver)")
+        if self.rank < 1 or self.seeds < 1:
+            raise ValueError("rank and seeds must be 1 at least (--rank, --seeds)")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One block, its map and its rows: the arguments of every probe."""
+
+    model: nn.Module
+    block: Block
+    affine: Affine
+    fit: Sample
+    choose: Sample
+    report: Sample
+    settings: ProbeSettings
+    swap_map: Callable[[], Affine | UnitMap]  # what `howlinear swap` chose, or the affine map
+    heal_on: Tensor | None  # windows
+
+    @property
+    def samples(self) -> tuple[Sample, Sample, Sample]:
+        return self.fit, self.choose, self.report
+
+    @property
+    def constant(self) -> bool:
+        """Does the block's output not vary over the rows?"""
+        return not all(float(sample.spread.sum()) > 0 for sample in (self.report, self.fit))
+
+
+@dataclass(frozen=True)
+class Probe:
+    run: Callable[[Subject], tuple[dict[str, Any], Layers]]
+    slow: bool = False  # made only on request
+
+
+def _bilinear(s: Subject) -> tuple[dict[str, Any], Layers]:
+    how = s.settings
+    return probe_products(
+        *s.samples, s.affine, rank=how.rank, solver=how.solver, seeds=how.seeds, seed=how.seed
+    )
+
+
+def _network(name: str, make: Callable[[Subject, int], nn.Module], **options: Any) -> Probe:
+    """A probe that trains what `make` makes, once for each seed."""
+
+    def run(s: Subject) -> tuple[dict[str, Any], Layers]:
+        how = s.settings
+        first = how.seed + 42  # the paper's 42, 43, 44
+        networks = ((seed, make(s, seed)) for seed in range(first, first + how.seeds))
+        record, layer = probe_network(networks, *s.samples, s.affine, **options)
+        return record | ({} if name == "dense" else {"rank": how.rank}), {name: layer}
+
+    return Probe(run, slow=True)
+
+
+def _healing(s: Subject) -> tuple[dict[str, Any], Layers]:
+    if s.heal_on is None:
+        raise ValueError("no windows to fine-tune on")
+    how = s.settings
+    return probe_healing(
+        s.model, s.block, s.swap_map, s.heal_on, steps=how.heal_steps, seed=how.seed
+    )
+
+
+PROBES: dict[str, Probe] = {
+    "bilinear": Probe(_bilinear),
+    "degree": Probe(lambda s: degrees(*s.samples, s.affine)),
+    "units": Probe(lambda s: probe_units(s.model, s.block, s.fit, s.report, s.affine)),
+    "where": Probe(
+        lambda s: (probe_residual(s.model, s.affine, s.fit, s.report, s.settings.decode), {})
+    ),
+    "quantised": Probe(lambda s: rounding_errors(s.model, s.block, s.report)),
+    "dense": _network("dense", lambda s, seed: dense(s.fit, seed)),
+    "poly": _network("poly", lambda s, seed: poly(s.fit, seed, s.settings.rank)),
+    "seeded": _network(
+        "seeded", lambda s, seed: seeded(s.affine, seed, s.settings.rank), steps=12000, lr=1e-4
+    ),
+    "trained": Probe(
+        lambda s: baselines(s.fit, s.report, steps=s.settings.train_steps, seed=s.settings.seed),
+        slow=True,
+    ),
+    "healing": Probe(_healing, slow=True),
+}
+KINDS: tuple[str, ...] = tuple(PROBES)
+QUICK: tuple[str, ...] = tuple(kind for kind, probe in PROBES.items() if not probe.slow)
