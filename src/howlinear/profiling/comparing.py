@@ -103,9 +103,9 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
         paired = same_windows(
             *({**p.about, "settings": p.settings} for p in (profiles[i], profiles[j]))
         )
-        found = agreement(*sums, paired=paired)
-        found["largest_shift_at"] = profiles[i].blocks[found["largest_shift_at"]].index
-        pairs.append({"a": names[i], "b": names[j], **found})
+        pair = agreement(*sums, paired=paired)
+        pair["largest_shift_at"] = profiles[i].blocks[pair["largest_shift_at"]].index
+        pairs.append({"a": names[i], "b": names[j], **pair})
     crossed = []
     for i, j in permutations(range(len(paths)), 2):
         if _crossable(profiles[i], profiles[j]):
