@@ -79,7 +79,7 @@ def expected_map(model: nn.Module, block: Block, mean: Tensor, covariance: Tenso
     s = s2.clamp_min(0).sqrt()
     moved = torch.where(
         s > 0, 1 / s.clamp_min(1e-300), 0.0
-    )  # a unit that sees nothing moves nothing
+    )  # zero for a unit whose input does not vary
     e0, e1, e2 = inside.moments(mu, s)
     if not second:
         expected, by_g = e0, e1 * moved
@@ -112,8 +112,8 @@ class _Inside:
             for module in (step.modules() if isinstance(step, nn.Module) else ())
             if module is not down and projection_shape(module) is not None
         ]
-        self.told = [_Told() for _ in before]
-        narrow: dict[nn.Module, nn.Module] = dict(zip(before, self.told, strict=True))
+        self.fixed = [_FixedOutput() for _ in before]
+        narrow: dict[nn.Module, nn.Module] = dict(zip(before, self.fixed, strict=True))
         narrow[down] = nn.Identity()
         narrow[down].register_buffer("weight", self.down.new_empty(0), persistent=False)
         self.chain = Chain([rebuilt(step, narrow) for step in steps])
@@ -136,7 +136,7 @@ class _Inside:
             raise ValueError(f"{name} does more after its last projection, so no Gaussian map")
 
     def _order(self, m: int, name: str) -> None:
-        """Gate first; what the gate multiplies second."""
+        """Order the projections: the gate first, the one it multiplies second."""
         z = torch.randn(2, 4, m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         if len(self.projections) == 1:
             return
@@ -152,12 +152,12 @@ class _Inside:
     swap = False
 
     def _hidden(self, *values: Tensor) -> Tensor:
-        """What the hidden units are when the projections give this, gate first."""
-        given = list(values[::-1] if self.swap else values)
-        if len(self.told) == 1:
-            given = [torch.cat(given, -1)]  # gate and up in one projection
-        for told, value in zip(self.told, given, strict=True):
-            told.value = value
+        """Hidden units for given outputs of the projections, gate first."""
+        outputs = list(values[::-1] if self.swap else values)
+        if len(self.fixed) == 1:
+            outputs = [torch.cat(outputs, -1)]  # gate and up in one projection
+        for fixed, value in zip(self.fixed, outputs, strict=True):
+            fixed.value = value
         with torch.no_grad():
             return self.chain(values[0]).double()
 
@@ -179,8 +179,8 @@ class _Inside:
         return sums[0], sums[1], sums[2]
 
 
-class _Told(nn.Module):
-    """In place of a projection: gives what it is told to."""
+class _FixedOutput(nn.Module):
+    """In place of a projection: returns a fixed value."""
 
     def __init__(self) -> None:
         super().__init__()
