@@ -149,8 +149,7 @@ def _compressed(
 ) -> tuple[Any, Any]:
     """The compression, and the windows that it is reported on."""
     from howlinear.compression.compress import CompressSettings, compress_model
-    from howlinear.losses.held_out import held_out_tokens
-    from howlinear.losses.protocols import EvalProtocol
+    from howlinear.losses.protocols import EvalProtocol, held_out_tokens
 
     fit = source.fit_windows(tokenizer)
     cut = EvalProtocol.parse(f"windows-{window_length(net, tokenizer, 128)}")

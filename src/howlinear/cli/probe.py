@@ -112,8 +112,7 @@ def _predicted(
     source: RunSource, net: Any, tokenizer: Any, tokens: int, heal: int
 ) -> tuple[Any, dict[str, Any]]:
     """The protocol; windows to predict with layers swapped in, and `heal` tokens to fine-tune on."""
-    from howlinear.losses.held_out import held_out_tokens
-    from howlinear.losses.protocols import EvalProtocol
+    from howlinear.losses.protocols import EvalProtocol, held_out_tokens
     from howlinear.models import corpus
 
     cut = EvalProtocol.parse(f"windows-{window_length(net, tokenizer, 128)}")

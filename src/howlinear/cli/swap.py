@@ -74,8 +74,7 @@ def swap(
     """Replace each block alone by its map and measure what that costs."""
     source = RunSource(run)
 
-    from howlinear.losses.held_out import held_out_tokens
-    from howlinear.losses.protocols import EvalProtocol
+    from howlinear.losses.protocols import EvalProtocol, held_out_tokens
     from howlinear.run.ranks import Ranks
     from howlinear.run.work import Work
     from howlinear.swapping.expert_swaps import measure_expert_swaps

@@ -27,8 +27,9 @@ from howlinear.compression.refitting import Refitter, Shape
 from howlinear.compression.search import Search, Trial
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.losses.perplexity import Comparison
-from howlinear.losses.protocols import Batches, EvalProtocol
+from howlinear.losses.protocols import EvalProtocol
 from howlinear.models.families import Block
+from howlinear.models.forward import WindowsLike
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockCompression, BlockPlan
 from howlinear.records.words import signed
@@ -121,8 +122,8 @@ def compress_model(
     budget: Budget | None = None,
     *,
     fit: Tensor,
-    choose: Batches,
-    report: Batches,
+    choose: WindowsLike,
+    report: WindowsLike,
     plan: Sequence[BlockPlan] | None = None,
     at: str | None = None,
     settings: CompressSettings | None = None,

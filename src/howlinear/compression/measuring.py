@@ -8,10 +8,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from howlinear.losses.perplexity import Comparison, compare_all
-from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
+from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import Replacement, Variant, sweep
 from howlinear.models.families import Block
+from howlinear.models.forward import WindowsLike
 from howlinear.models.hooks import swapped
 from howlinear.run.work import Work
 
@@ -24,8 +25,8 @@ class Losses:
     def __init__(
         self,
         model: nn.Module,
-        choose: Batches,
-        report: Batches,
+        choose: WindowsLike,
+        report: WindowsLike,
         protocol: EvalProtocol | str | None,
         work: Work,
     ) -> None:
@@ -48,7 +49,7 @@ class Losses:
         return [cost.change for cost in swept.costs if cost.change is not None]
 
     def together(
-        self, maps: Sequence[Mapping[Block, Replacement]], windows: Batches
+        self, maps: Sequence[Mapping[Block, Replacement]], windows: WindowsLike
     ) -> list[Comparison]:
         """The model with all blocks of each mapping replaced."""
         changes = [partial(swapped, self.model, replacements) for replacements in maps]
@@ -56,5 +57,5 @@ class Losses:
         return compare_all(self.model, changes, windows, self.protocol, progress=advance)
 
 
-def _tokens(windows: Batches) -> int:
+def _tokens(windows: WindowsLike) -> int:
     return windows.numel() if isinstance(windows, Tensor) else 0

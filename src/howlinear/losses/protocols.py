@@ -11,19 +11,17 @@ protocol; results carry its name. `KINDS` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from howlinear.models import corpus
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows
 
 EMPTY = "the text is empty: there is no token to predict"
-
-Batches = Tensor | Iterable[Any]  # older name of `models.forward.WindowsLike`
-
 
 # A protocol's name is its kind and its numbers: how many numbers, and the kind in words. GPTQ (and
 # wanda, and most papers on quantisation) averages the windows' means. Full windows have equal
@@ -190,3 +188,21 @@ def _checked(ids: Tensor) -> Tensor:
             f"got {ids.dtype} of shape {tuple(ids.shape)}"
         )
     return ids.long().cpu()
+
+
+def held_out_tokens(
+    text: str, tokenizer: Any, protocol: EvalProtocol, tokens: int, bos: str = "auto"
+) -> tuple[Tensor, int]:
+    """About `tokens` tokens to predict, as windows (n, length) or one stream (n,); their bytes in utf-8."""
+    if not text.strip():
+        raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
+    if protocol.name.startswith("windows"):
+        count = -(-tokens // (protocol.length - 1))
+        wanted = count * protocol.length
+        ids = corpus.windows(text, tokenizer, protocol.length, tokens=wanted, bos=bos)
+        predicted = list(ids[:, 1:])
+    else:  # one stream without special tokens
+        wanted = max(tokens + 1, protocol.length)
+        ids = torch.tensor(corpus.first_tokens(text, tokenizer, wanted))
+        predicted = [ids[first:end] for _, end, first in protocol.cut(len(ids))]
+    return ids, sum(len(tokenizer.decode(part).encode()) for part in predicted)

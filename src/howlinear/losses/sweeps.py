@@ -25,7 +25,6 @@ from howlinear.losses.readout import Readout, chunks
 from howlinear.models.families import Block, blocks
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows, run_rows
 from howlinear.models.hooks import swapped, tap
-from howlinear.models.offload import device_of
 from howlinear.models.recording import Recording
 from howlinear.records.escaping import escaped
 from howlinear.records.files import clean
@@ -166,14 +165,6 @@ def map_errors(
 
     run_rows(model, windows, receive, at=list(maps), work=work, label="comparing")
     return [SwapCost(block, None, *errors[block].means(work.ranks)) for block in maps]
-
-
-def model_inputs(
-    model: nn.Module, windows: WindowsLike, batch_size: int = 8
-) -> Iterator[dict[str, Tensor]]:
-    """Batches of model inputs on the model's device."""
-    for batch in as_windows(windows).batches(batch_size):
-        yield {name: value.to(device_of(model)) for name, value in batch.inputs.items()}
 
 
 def _original(

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine, UnitMap
-from howlinear.losses.protocols import Batches, protocol_of
+from howlinear.losses.protocols import protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import sweep
 from howlinear.models import corpus
 from howlinear.models.families import Block, projection_shape
-from howlinear.models.forward import as_windows
+from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module
 from howlinear.probing.kinds import KINDS, PROBES, Layers, ProbeSettings, Subject
 from howlinear.probing.results import Probes
@@ -45,12 +45,12 @@ def probe(
     model: nn.Module,
     folder: str | Path,
     *,
-    fit: Batches,
-    choose: Batches,
-    report: Batches,
+    fit: WindowsLike,
+    choose: WindowsLike,
+    report: WindowsLike,
     settings: ProbeSettings | None = None,
     at: str | None = None,
-    predict: Batches | None = None,
+    predict: WindowsLike | None = None,
     heal_on: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Probes:
@@ -63,7 +63,9 @@ def probe(
     settings, work = settings or ProbeSettings(), Work(progress=progress)
     run = Profile.load(folder)
     at_blocks = [b for b, _ in match(model, run, at)]
-    fit, choose, report = (w if isinstance(w, Tensor) else list(w) for w in (fit, choose, report))
+    fit, choose, report = (
+        w if isinstance(w, Tensor | Windows) else list(w) for w in (fit, choose, report)
+    )
     sizes = {name: count(w) for name, w in (("fit", fit), ("choose", choose), ("report", report))}
     written: dict[str, Any] = {
         "rows": sizes,
@@ -142,7 +144,9 @@ def _block_conjunction(subject: Subject) -> float | None:
         return None
 
 
-def _with_loss(model: nn.Module, predict: Batches | None) -> tuple[Batches | None, list[str]]:
+def _with_loss(
+    model: nn.Module, predict: WindowsLike | None
+) -> tuple[WindowsLike | None, list[str]]:
     """The tokens to predict, or None and a note for a model that predicts none."""
     if predict is None:
         return None, []
@@ -168,7 +172,7 @@ def _with_costs(
     model: nn.Module,
     result: Probes,
     group: Sequence[Block],
-    windows: Batches,
+    windows: WindowsLike,
     settings: ProbeSettings,
     work: Work,
 ) -> Probes:
@@ -255,7 +259,7 @@ def windows_of(
     return [read, *held_out]
 
 
-def count(windows: Batches) -> int:
+def count(windows: WindowsLike) -> int:
     """Number of tokens; of elements of the first input, for images and audio."""
     batches = as_windows(windows).batches()
     return sum(next(iter(batch.inputs.values())).numel() for batch in batches)

@@ -18,10 +18,11 @@ from torch import nn
 
 from howlinear.linear.affine import Affine
 from howlinear.losses.perplexity import Loss
-from howlinear.losses.protocols import Batches, EvalProtocol
+from howlinear.losses.protocols import EvalProtocol
 from howlinear.losses.sweeps import SwapCost, sweep
 from howlinear.models.experts import SHARED, Expert, Mixture, mixtures, replaced
 from howlinear.models.families import blocks
+from howlinear.models.forward import WindowsLike
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockExpert, ExpertSwap
 from howlinear.records.words import signed
@@ -67,7 +68,7 @@ def measure_expert_swaps(
     folder: str | Path,
     which: str,
     *,
-    report: Batches,
+    report: WindowsLike,
     protocol: EvalProtocol | str | None = None,
     work: Work | None = None,
 ) -> ExpertSwaps:

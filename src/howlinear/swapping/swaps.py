@@ -25,10 +25,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from howlinear.linear.affine import Affine, UnitMap
 from howlinear.losses.perplexity import Comparison, Loss
-from howlinear.losses.protocols import Batches, EvalProtocol, protocol_of
+from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import SwapCost, Sweep, Variant, map_errors, sweep
 from howlinear.models.families import Block
+from howlinear.models.forward import WindowsLike
 from howlinear.models.hooks import as_module
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
@@ -88,9 +89,9 @@ def measure_swaps(
     model: nn.Module,
     folder: str | Path,
     *,
-    choose: Batches,
-    report: Batches,
-    fit: Batches | None = None,
+    choose: WindowsLike,
+    report: WindowsLike,
+    fit: WindowsLike | None = None,
     at: str | None = None,
     units: str | int = "auto",
     weighting: str = "none",
@@ -111,7 +112,7 @@ def measure_swaps(
     settings: dict[str, Any] = {"protocol": evaluation.name, "units": units}
     settings |= {"weighting": weighting, "batch_size": work.batch_size}
 
-    def measured(label: str, windows: Batches, variants: Sequence[Variant]) -> Sweep:
+    def measured(label: str, windows: WindowsLike, variants: Sequence[Variant]) -> Sweep:
         return sweep(model, variants, windows, protocol=evaluation, work=work, label=label)
 
     most = 0 if units == "auto" else int(units)
