@@ -16,7 +16,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
 from howlinear.linear.accumulators import merged
-from howlinear.linear.moments import Moments
+from howlinear.linear.moments import TSQR, Moments
 from howlinear.linear.scoring import (
     Score,
     cross_validate,
@@ -27,7 +27,6 @@ from howlinear.linear.scoring import (
     spectrum,
 )
 from howlinear.linear.solving import fit, solve
-from howlinear.linear.tsqr import TSQR
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 NIST = Path(__file__).parents[2] / "shared" / "data" / "nist_strd_linear.json"

@@ -17,8 +17,7 @@ import torch
 from howlinear import TSQR, Moments, fit, score
 from howlinear.linear import tiles
 from howlinear.linear.accumulators import MIXED_TILE
-from howlinear.linear.float32 import full_float32
-from howlinear.linear.moments import _power_of_two
+from howlinear.linear.moments import _power_of_two, full_float32
 
 U = 2.0**-24
 BOUND = 16

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howlinear.linear.accumulators import TILE
-from howlinear.linear.moments import PANEL, Moments
-from howlinear.linear.tsqr import TSQR
+from howlinear.linear.moments import PANEL, TSQR, Moments
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 

@@ -10,7 +10,7 @@ import torch
 import tiny
 from howlinear import Profile, profile
 from howlinear.linear.folds import CELL, Folds, RowSplit
-from howlinear.linear.row_sample import SAMPLE, RowSample
+from howlinear.linear.rows import SAMPLE, RowSample
 from howlinear.models.families import blocks
 from howlinear.models.hooks import swapped
 from howlinear.profiling.passes import Course

@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Moments": "linear.moments",
-    "TSQR": "linear.tsqr",
+    "TSQR": "linear.moments",
     "Affine": "linear.affine",
     "fit": "linear.solving",
     "score": "linear.scoring",
@@ -79,10 +79,9 @@ if TYPE_CHECKING:
     from howlinear.compression.compress import compress_model
     from howlinear.export.install import install_maps
     from howlinear.linear.affine import Affine
-    from howlinear.linear.moments import Moments
+    from howlinear.linear.moments import TSQR, Moments
     from howlinear.linear.scoring import score
     from howlinear.linear.solving import fit
-    from howlinear.linear.tsqr import TSQR
     from howlinear.losses.evaluation import evaluate
     from howlinear.losses.perplexity import compare, text_loss
     from howlinear.losses.sweeps import swap_costs

@@ -2,8 +2,8 @@
 
     rows         inputs and outputs of a block in one batch
     folds        which rows are held out
-    moments      `Moments`, and in `tsqr` `TSQR`: `accumulators`, which add up exactly
-    stores       the accumulators and the `row_sample` of one block
+    moments      `Moments` and `TSQR`: `accumulators`, which add up exactly
+    stores       the accumulators and the row sample of one block
     affine       maps: a matrix, two factors, a matrix beside hidden units
     solving      accumulator -> map
     scoring      map and held-out accumulator -> R2 and other scores, cross-validation

@@ -31,12 +31,10 @@ A = TypeVar("A", bound="Accumulator")
 class Accumulator:
     """Checking rows, keeping few of them as they are, merging and state.
 
-    Subclasses define how sums are allocated (`_allocate`), how rows enter them (`_absorb`), how
-    two sums add (`_combine`), how columns leave them (`_narrow_sums`) and how they are read.
+    Subclasses define which sums there are (`_shapes`), how rows enter them (`_absorb`), how two
+    sums add (`_combine`), how columns leave them (`_narrow_sums`) and how they are read.
     """
 
-    #: names of the float64 tensors that make up the sums
-    _sums: tuple[str, ...] = ()
     #: precisions in which products of rows can be made
     _precisions: tuple[str, ...] = ("float64",)
 
@@ -49,9 +47,7 @@ class Accumulator:
         device: torch.device | str = "cpu",
         precision: str = "float64",
     ) -> None:
-        name, known = type(self).__name__, ", ".join(self._precisions)
-        if precision not in self._precisions:
-            raise ValueError(f"{name} has no precision {precision!r}, only {known}")
+        self._check_precision(precision)
         if d_in < 1 or d_out < 1:
             raise ValueError(
                 f"moments need at least one column on each side, got {d_in} and {d_out}"
@@ -66,8 +62,8 @@ class Accumulator:
         self.eps = float(torch.finfo(torch.float64).eps)
         self.shift: Tensor | None = None
         if shift is not None:
-            shift = _checked("shift", shift, (d_in + d_out,), exact=False)
-            self.shift = shift.to(self.device, torch.float64)
+            given = {"shift": shift}
+            self.shift = self._take(given, "shift", (d_in + d_out,), exact=False).double()
         self._kept = KeptRows()
         self._filled = False  # do the sums exist?
 
@@ -87,13 +83,11 @@ class Accumulator:
         few = not self._filled and self._kept.n + rows <= self.d_in // 2
         if few or self.precision == "float64":  # else products are made on the device of the rows
             x, y = x.to(self.device), y.to(self.device)
-        if few:
-            x, y = x.reshape(rows, -1), y.reshape(rows, -1)
         if few or rows > self._tile:  # one tile is checked on entry; of several, none may enter
             wide = widest(x.device)
             check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=wide) for t in (x, y)))
         if few:
-            self._kept.add(x, y, None if weight is None else weight.reshape(rows))
+            self._kept.add(x, y, weight)
         else:
             self._fill()
             self._absorb(x, y, weight)
@@ -168,8 +162,7 @@ class Accumulator:
             x, y, weight = self._kept.rows()
             narrow._kept.add(x[:, :d_in], y, weight)
         if self._filled:
-            narrow._allocate()
-            narrow._filled = True
+            narrow._fill()
             self._narrow_sums(narrow)
         return narrow
 
@@ -189,7 +182,8 @@ class Accumulator:
         """Turn kept rows into sums; later rows go straight into them."""
         if self._filled:
             return
-        self._allocate()
+        for name, shape in self._shapes().items():
+            setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=self.device))
         self._filled = True
         kept, self._kept = self._kept, KeptRows()
         if kept.n:
@@ -220,7 +214,7 @@ class Accumulator:
         if self.precision != "float64":
             state["precision"] = torch.tensor(list(self.precision.encode()), dtype=torch.uint8)
         if self._filled and self.n:
-            state |= {name.strip("_"): getattr(self, name) for name in self._sums}
+            state |= {name.strip("_"): getattr(self, name) for name in self._shapes()}
         elif self._kept.n:
             x, y, weight = self._kept.rows()
             state |= {"rows_x": x, "rows_y": y}
@@ -230,64 +224,66 @@ class Accumulator:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a saved state, precision included, after checking every part of it."""
+        name, rest = type(self).__name__, dict(state)
         fresh = type(self)(self.d_in, self.d_out, device=self.device)
-        rest = dict(state)
         fresh._read_header(rest)
+        n = fresh.n
         if "rows_x" in rest:
-            fresh._read_rows(rest)
-        elif fresh.n:
-            fresh._read_sums(rest)
+            widths = {"rows_x": self.d_in, "rows_y": self.d_out}
+            x, y = (fresh._take(rest, key, (n, d), exact=False) for key, d in widths.items())
+            weighted = "rows_weight" in rest
+            fresh._kept.add(x, y, fresh._take(rest, "rows_weight", (n,)) if weighted else None)
+        elif n:
+            if fresh.shift is None:
+                raise ValueError(f"{name} state lacks shift")
+            for attribute, shape in fresh._shapes().items():
+                setattr(fresh, attribute, fresh._take(rest, attribute.strip("_"), shape).clone())
+            fresh._filled = True
         if rest:
-            name = type(self).__name__
             raise ValueError(f"{name} state has unknown entries {', '.join(sorted(rest))}")
         self.__dict__.update(fresh.__dict__)
 
     def _read_header(self, state: dict[str, Tensor]) -> None:
         name = type(self).__name__
-        if _text(self._take(state, "kind")) != name:
+        if _text(state.pop("kind", None)) != name:
             raise ValueError(f"the state is not that of {name}")
         if "precision" in state:
             self.precision = _text(state.pop("precision"))
-            if self.precision not in self._precisions:
-                raise ValueError(f"precision is none of {', '.join(self._precisions)}")
-        shape, scalars = self._take(state, "shape"), self._take(state, "scalars")
-        if shape.dtype != torch.int64 or shape.shape != (3,) or scalars.shape != (2,):
-            raise ValueError(f"{name} state has a malformed header")
+            self._check_precision(self.precision)
+        shape, scalars = state.pop("shape", None), self._take(state, "scalars", (2,))
+        if shape is None or shape.dtype != torch.int64 or shape.shape != (3,):
+            raise ValueError(f"{name} state has no shape")
         (d_in, d_out, n), (weight, eps) = shape.tolist(), scalars.tolist()
         if (d_in, d_out) != (self.d_in, self.d_out):
             raise ValueError(
                 f"{name} state is for ({d_in}, {d_out}), expected ({self.d_in}, {self.d_out})"
             )
-        if not (n >= 0 and 0 <= weight < float("inf") and 0 < eps < 1):
+        if not (n >= 0 and weight >= 0 and 0 < eps < 1):
             raise ValueError(f"{name} state counts {n} rows of weight {weight} at resolution {eps}")
         if "shift" in state:
-            self.shift = _checked("shift", state.pop("shift"), (d_in + d_out,)).to(self.device)
+            self.shift = self._take(state, "shift", (d_in + d_out,))
         self.n, self.weight = n, weight
         self.eps = max(eps, self._blur()) if n else eps
 
-    def _read_rows(self, state: dict[str, Tensor]) -> None:
-        x, y = (
-            _checked(key, self._take(state, key), (self.n, width), exact=False).to(self.device)
-            for key, width in (("rows_x", self.d_in), ("rows_y", self.d_out))
-        )
-        weight = state.pop("rows_weight", None)
-        if weight is not None:
-            weight = _checked("rows_weight", weight, (self.n,)).to(self.device)
-        self._kept.add(x, y, weight)
-
-    def _read_sums(self, state: dict[str, Tensor]) -> None:
-        if self.shift is None:
-            raise ValueError(f"{type(self).__name__} state lacks shift")
-        self._allocate()
-        self._filled = True
-        for attribute in self._sums:
-            key, sums = attribute.strip("_"), getattr(self, attribute)
-            sums.copy_(_checked(key, self._take(state, key), tuple(sums.shape)))
-
-    def _take(self, state: dict[str, Tensor], key: str) -> Tensor:
+    def _take(
+        self, state: dict[str, Tensor], key: str, shape: tuple[int, ...], exact: bool = True
+    ) -> Tensor:
+        """Remove a tensor of this shape from a state: float64, or any float unless `exact`."""
         if key not in state:
             raise ValueError(f"{type(self).__name__} state lacks {key}")
-        return state.pop(key)
+        tensor = state.pop(key)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{key} has shape {tuple(tensor.shape)}, expected {shape}")
+        if (tensor.dtype != torch.float64) if exact else not tensor.is_floating_point():
+            raise ValueError(f"{key} has dtype {tensor.dtype}")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{key} holds numbers that are not finite")
+        return tensor.to(self.device)
+
+    def _check_precision(self, precision: str) -> None:
+        if precision not in self._precisions:
+            name, known = type(self).__name__, ", ".join(self._precisions)
+            raise ValueError(f"{name} has no precision {precision!r}, only {known}")
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -339,17 +335,18 @@ class Accumulator:
         assert self.shift is not None
         return self.shift
 
-    # -- what subclasses define -------------------------------------------------------------------
-
     @property
     def size(self) -> int:
-        """How many float64 numbers the sums take."""
+        """How many float64 numbers the largest of the sums takes: nearly all of the memory."""
+        return max(math.prod(shape) for shape in self._shapes().values())
+
+    # -- what subclasses define -------------------------------------------------------------------
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Attributes that hold the sums, each a float64 tensor of this shape."""
         raise NotImplementedError
 
     def _mean(self) -> Tensor:
-        raise NotImplementedError
-
-    def _allocate(self) -> None:
         raise NotImplementedError
 
     def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
@@ -377,18 +374,8 @@ def _resolution(dtype: torch.dtype) -> float:
     return float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
 
 
-def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], exact: bool = True) -> Tensor:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-    if (tensor.dtype != torch.float64) if exact else not tensor.is_floating_point():
-        raise ValueError(f"{name} has dtype {tensor.dtype}")
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} holds numbers that are not finite")
-    return tensor
-
-
-def _text(name: Tensor) -> str:
+def _text(name: Tensor | None) -> str:
     """A short text that was saved as bytes; empty if it is none."""
-    if name.dtype != torch.uint8 or name.dim() != 1 or len(name) > 16:
+    if name is None or name.dtype != torch.uint8 or name.dim() != 1 or len(name) > 16:
         return ""
     return bytes(name.tolist()).decode("ascii", errors="replace")

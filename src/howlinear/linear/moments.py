@@ -1,4 +1,4 @@
-"""Centred second moments of rows, in one pass and constant memory.
+"""Centred second moments of rows, in one pass and constant memory, and `TSQR`, their factor.
 
     moments = Moments(d_in, d_out)
     for x, y in stream:             # x (..., d_in), y (..., d_out)
@@ -29,13 +29,15 @@ above, in the same units. With u = 2**-24:
 from __future__ import annotations
 
 import math
-from typing import Self
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from howlinear.linear.accumulators import Accumulator
-from howlinear.linear.float32 import full_float32
 from howlinear.linear.tiles import check_finite
 
 PANEL = 96  # columns of x in one matrix product: half the work for S_xx, at full speed
@@ -47,21 +49,15 @@ class Moments(Accumulator):
     `precision="mixed"` makes products of rows in float32 and adds them in float64.
     """
 
-    _sums = ("_total", "_panels", "_yy")
     _precisions = ("float64", "mixed")
     _total: Tensor  # (D,)
     _panels: Tensor  # flat; panel i is (rows of x it covers, D - i)
     _yy: Tensor  # (d_out,)
 
-    @property
-    def size(self) -> int:
-        return sum(p * (self.d_in + self.d_out - i) for i, p in self._spans())
-
-    def _allocate(self) -> None:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         width = self.d_in + self.d_out
-        self._total = torch.zeros(width, dtype=torch.float64, device=self.device)
-        self._panels = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        self._yy = torch.zeros(self.d_out, dtype=torch.float64, device=self.device)
+        flat = sum(p * (width - i) for i, p in self._spans())
+        return {"_total": (width,), "_panels": (flat,), "_yy": (self.d_out,)}
 
     def _spans(self) -> list[tuple[int, int]]:
         return [(i, min(PANEL, self.d_in - i)) for i in range(0, self.d_in, PANEL)]
@@ -180,3 +176,111 @@ def _power_of_two(size: Tensor) -> Tensor:
     """The power of two at or below each positive number; a half for zero, never below 2**-100."""
     _, exponent = torch.frexp(size)
     return torch.ldexp(torch.ones_like(size), (exponent - 1).clamp_min(-100))
+
+
+class TSQR(Accumulator):
+    """The triangular factor R of the rows [1, z - c] (`--solver tsqr`): R'R are their moments.
+
+    Factors lose half as many digits as sums of squares, and take more work and, for square blocks,
+    two and a half times the memory. `Moments` is tested against it.
+    """
+
+    _R: Tensor  # (1 + D, 1 + D), upper triangular
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        size = 1 + self.d_in + self.d_out
+        return {"_R": (size, size)}
+
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        R = self._R
+        for tile, w in self._tiles(x, y, weight, lead=1):
+            tile[:, 0] = 1
+            total = tile.sum(0)
+            check_finite(total[1 : 1 + self.d_in], total[1 + self.d_in :])
+            if w is not None:
+                tile *= w.sqrt()[:, None]
+            R = torch.linalg.qr(torch.cat([R, tile]), mode="r").R
+        self._R = R
+
+    def _combine(self, other: Self, delta: Tensor) -> None:
+        R = other._R.clone()
+        R[:, 1:] += torch.outer(R[:, 0], delta)
+        self._R = torch.linalg.qr(torch.cat([self._R, R]), mode="r").R
+
+    def _narrow_sums(self, narrow: Self) -> None:
+        if narrow.d_in == self.d_in:
+            narrow._R.copy_(self._R)
+        else:
+            narrow._R = torch.linalg.qr(self._without(self._R, narrow.d_in, lead=1), mode="r").R
+
+    def root(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(R_xx, R_xy), R_xx upper triangular."""
+        shift, d = self._require_rows(), self.d_in
+        if intercept:
+            return self._R[1 : 1 + d, 1 : 1 + d], self._R[1 : 1 + d, 1 + d :]
+        raw = self._R[:, 1:] + torch.outer(self._R[:, 0], shift)
+        R = torch.linalg.qr(raw, mode="r").R
+        return R[:d, :d], R[:d, d:]
+
+    def gram(self, intercept: bool = True) -> tuple[Tensor, Tensor]:
+        """(S_xx, S_xy), as of `Moments`."""
+        R_xx, R_xy = self.root(intercept)
+        return R_xx.t() @ R_xx, R_xx.t() @ R_xy
+
+    def residual_squares(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """(d_out,), without subtracting large sums from one another."""
+        c, d = self._require_rows(), self.d_in
+        offset = c[d:] - weight @ c[:d] - bias  # y - Wx - b = (y - c_y) - W (x - c_x) + offset
+        R_1, R_x, R_y = self._R[:, 0], self._R[:, 1 : 1 + d], self._R[:, 1 + d :]
+        E = R_y - R_x @ weight.t() + torch.outer(R_1, offset)
+        return E.square().sum(0)
+
+    def _mean(self) -> Tensor:
+        return self._require_rows() + self._R[0, 1:] / self._R[0, 0]
+
+    @property
+    def S_yy(self) -> Tensor:
+        self._require_rows()
+        return self._R[1:, 1 + self.d_in :].square().sum(0)
+
+
+_lock = threading.Lock()
+_restore = ExitStack()
+_inside = 0  # threads in `full_float32`
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Matrix products of float32 keep all of float32's digits: no TF32, no bfloat16, no autocast.
+
+    The setting belongs to the whole process: the first thread to enter changes it, the last to
+    leave restores it.
+    """
+    global _inside
+    with _lock:
+        if not _inside:
+            _change()
+        _inside += 1
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _restore.close()
+
+
+def _change() -> None:
+    try:
+        general = torch.get_float32_matmul_precision()
+        if general == "highest":
+            return
+    except RuntimeError:  # the backends have different settings
+        general = "highest"
+    for backend in (torch.backends.cuda, torch.backends.mkldnn):
+        matmul: Any = getattr(backend, "matmul", None)
+        if hasattr(matmul, "fp32_precision"):
+            _restore.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+    _restore.callback(torch.set_float32_matmul_precision, general)  # this runs first
+    torch.set_float32_matmul_precision("highest")

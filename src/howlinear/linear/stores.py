@@ -23,10 +23,8 @@ from torch import Tensor, nn
 
 from howlinear.linear.accumulators import Accumulator
 from howlinear.linear.folds import Split
-from howlinear.linear.moments import Moments
-from howlinear.linear.row_sample import RowSample
-from howlinear.linear.rows import Rows
-from howlinear.linear.tsqr import TSQR
+from howlinear.linear.moments import TSQR, Moments
+from howlinear.linear.rows import Rows, RowSample
 
 MOST = 4  # sink units that a map may keep
 SOLVERS: dict[str, type[Accumulator]] = {"moments": Moments, "tsqr": TSQR}
@@ -117,18 +115,15 @@ class Known:
         units, shares = state.get("units"), state.get("shares")
         if (units is None) != (shares is None):
             raise ValueError("sink units without their shares")
-        if units is not None and shares is not None:
-            odd = units.dtype != torch.int64 or shares.dtype != torch.float64
-            if odd or units.dim() != 1 or shares.shape != units.shape or len(units) > MOST:
-                raise ValueError(f"sink units are not a list of {MOST} at most")
-            if not bool(((units >= 0) & shares.isfinite()).all()):
-                raise ValueError("sink units are not numbers of units")
+        count = 0 if units is None else units.numel()
+        if count > MOST or (units is not None and bool((units < 0).any())):
+            raise ValueError(f"sink units are not numbers of units, {MOST} at most")
         shapes = {"norm.scale": (d_out,), "norm.eps": (), "care": (d_out,)}
-        for name, shape in shapes.items():
-            v = state.get(name)
-            if v is not None and (
-                v.dtype != torch.float64 or v.shape != shape or not v.isfinite().all()
-            ):
+        for name, shape in {"units": (count,), "shares": (count,), **shapes}.items():
+            value, dtype = state.get(name), torch.int64 if name == "units" else torch.float64
+            if value is None:
+                continue
+            if value.dtype != dtype or value.shape != shape or not bool(value.isfinite().all()):
                 raise ValueError(f"{name} is not as expected")
         scale, eps, care = (state.get(name) for name in shapes)
         return cls(
@@ -268,13 +263,12 @@ class BlockStore:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a saved state, every part of it checked; for a store without rows."""
-        parts = _by_group(state)
-        if len(parts["body"]) != len(self.body):
-            raise ValueError(f"{len(parts['body'])} groups of rows, expected {len(self.body)}")
         for part in PARTS:
+            if _groups(part, state) != len(self.body):
+                raise ValueError(f"there are no complete {part} moments of {len(self.body)} groups")
             for g, accumulator in enumerate(getattr(self, part)):
                 try:
-                    accumulator.load_state_dict(parts[part][g])
+                    accumulator.load_state_dict(_below(f"{part}.{g}.", state))
                 except ValueError as err:
                     raise ValueError(f"{part}, fold {g}: {err}") from None
         every = self._accumulators()
@@ -293,11 +287,12 @@ class BlockStore:
         cls, block: Place, state: Mapping[str, Tensor], device: torch.device | str = "cpu"
     ) -> BlockStore:
         """A store made from a saved state."""
-        body = _by_group(state)["body"]
-        kind = bytes(body[0].get("kind", torch.zeros(0, dtype=torch.uint8)).flatten().tolist()[:16])
-        solver = "tsqr" if kind == b"TSQR" else "moments"
+        kind = state.get("body.0.kind")
+        if kind is None:
+            raise ValueError("there are no complete body moments")
+        solver = "tsqr" if bytes(kind.flatten().tolist()[:16]) == b"TSQR" else "moments"
         known = Known.from_state(state, block.d_out)
-        store = cls(block, len(body), solver, 0, torch.device(device), known)
+        store = cls(block, _groups("body", state), solver, 0, torch.device(device), known)
         store.load_state_dict(state)
         return store
 
@@ -307,15 +302,6 @@ def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
-def _by_group(state: Mapping[str, Tensor]) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """Part -> group -> the state of one accumulator."""
-    parts: dict[str, dict[int, dict[str, Tensor]]] = {part: {} for part in PARTS}
-    for key, value in state.items():
-        part, _, rest = key.partition(".")
-        number, _, name = rest.partition(".")
-        if part in parts and number.isdecimal() and len(number) < 5:
-            parts[part].setdefault(int(number), {})[name] = value
-    for part, groups in parts.items():
-        if not groups or sorted(groups) != list(range(len(parts["body"]))):
-            raise ValueError(f"there are no complete {part} moments")
-    return parts
+def _groups(part: str, state: Mapping[str, Tensor]) -> int:
+    """How many groups of a part a state has."""
+    return len({name.partition(".")[0] for name in _below(f"{part}.", state)})

@@ -32,22 +32,19 @@ class KeptRows:
         self.buffers: list[Tensor] = []  # x, y, weight
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
-        """Add x (n, d_in), y (n, d_out) and weight (n,), float64."""
-        rows = (x, y, x.new_ones(len(x), dtype=torch.float64) if weight is None else weight)
-        n = self.n + len(x)
-        pairs = zip(self.buffers, rows, strict=False)
-        dtypes = [torch.promote_types(buffer.dtype, more.dtype) for buffer, more in pairs]
-        if dtypes != [b.dtype for b in self.buffers] or not dtypes or n > len(self.buffers[0]):
-            room = max(16, 2 * n if dtypes else n)
-            old, dtypes = self.buffers, dtypes or [r.dtype for r in rows]
-            self.buffers = [
-                r.new_empty(room, *r.shape[1:], dtype=dtype)
-                for r, dtype in zip(rows, dtypes, strict=True)
-            ]
-            for buffer, before in zip(self.buffers, old, strict=False):
-                buffer[: self.n] = before[: self.n]
-        for buffer, more in zip(self.buffers, rows, strict=True):
+        """Add x (..., d_in), y (..., d_out) and weight (...), float64."""
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        w = x.new_ones(len(x), dtype=torch.float64) if weight is None else weight.reshape(-1)
+        n, room = self.n + len(x), max(16, 2 * self.n, self.n + len(x))
+        before = self.buffers or [x[:0], y[:0], w[:0]]
+        self.buffers = []
+        for buffer, more in zip(before, (x, y, w), strict=True):
+            dtype = torch.promote_types(buffer.dtype, more.dtype)
+            if n > len(buffer) or dtype != buffer.dtype:
+                old, buffer = buffer, more.new_empty(room, *more.shape[1:], dtype=dtype)
+                buffer[: self.n] = old[: self.n]
             buffer[self.n : n] = more
+            self.buffers.append(buffer)
         self.n = n
         self.weighted |= weight is not None
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from howlinear.linear.moments import Moments
-from howlinear.linear.row_sample import SAMPLE
+from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
 from howlinear.models.families import Block, backbone, projection_shape
 from howlinear.profiling.layerwise import stack_of

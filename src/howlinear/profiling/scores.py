@@ -21,7 +21,7 @@ from torch import Tensor
 from howlinear.linear.accumulators import Accumulator, merged
 from howlinear.linear.affine import Affine
 from howlinear.linear.folds import Folds, Split
-from howlinear.linear.row_sample import RowSample
+from howlinear.linear.rows import RowSample
 from howlinear.linear.scoring import Score, effective_rank, input_stats, r2_se, score, spectrum
 from howlinear.linear.solving import solve
 from howlinear.linear.stores import BlockStore, Known, OutNorm
