@@ -21,9 +21,9 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from howlinear.losses.flops import multiply_adds
 from howlinear.models.hooks import evaluating
+from howlinear.models.offload import device_of
 from howlinear.records.words import count, number
 from howlinear.report.results import Result
 
@@ -116,17 +117,16 @@ class Speed(Result):
     def fields(self) -> dict[str, Any]:
         """The fields of this model in bench.json."""
         names = "parameters bytes bytes_on_disk multiply_adds prefill_seconds decode_seconds"
-        decode = None if self.decode is None else asdict(self.decode)
-        rates = {"prefill": asdict(self.prefill), "decode": decode}
-        return rates | {name: getattr(self, name) for name in names.split()}
+        return _rates(self) | {name: getattr(self, name) for name in names.split()}
 
     def _file(self) -> tuple[str, dict[str, Any]]:
-        return "bench", _document(self.settings, [self], None)
+        speeds = [self.fields()]
+        return "bench", {"settings": self.settings, "speeds": speeds, "comparison": None}
 
     def _line(self) -> str:
-        rates = {"prefill": self.prefill, "decode": self.decode}
-        shown = [f"{name} {number(r.median, 1)}" for name, r in rates.items() if r is not None]
-        return f"{', '.join(shown)} tokens/s, {count(self.parameters)} parameters"
+        decode = f", decode {number(self.decode.median, 1)}" if self.decode else ""
+        prefill = f"prefill {number(self.prefill.median, 1)}"
+        return f"{prefill}{decode} tokens/s, {count(self.parameters)} parameters"
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,29 +169,22 @@ class SpeedComparison(Result):
         return prefill if self.decode is None else f"{prefill}. Decode: {_in_words(self.decode)}"
 
     def _file(self) -> tuple[str, dict[str, Any]]:
-        compared = {
-            "prefill": asdict(self.prefill),
-            "decode": None if self.decode is None else asdict(self.decode),
-            "promised": self.promised,
-            "reached": self.reached,
-            "saved_share": self.saved_share,
-            "verdict": self.verdict,
+        names = ("promised", "reached", "saved_share", "verdict")
+        compared = _rates(self) | {name: getattr(self, name) for name in names}
+        speeds = [self.model.fields(), self.other.fields()]
+        return "bench", {
+            "settings": self.model.settings,
+            "speeds": speeds,
+            "comparison": compared,
         }
-        return "bench", _document(self.model.settings, [self.model, self.other], compared)
 
     def _line(self) -> str:
         return self.verdict
 
 
-def _document(
-    settings: dict[str, Any], speeds: list[Speed], compared: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The content of bench.json: the model first, then the one that it is compared with."""
-    return {
-        "settings": settings,
-        "speeds": [speed.fields() for speed in speeds],
-        "comparison": compared,
-    }
+def _rates(result: Speed | SpeedComparison) -> dict[str, Any]:
+    decode = result.decode
+    return {"prefill": asdict(result.prefill), "decode": asdict(decode) if decode else None}
 
 
 def _ratio(before: Sequence[float], after: Sequence[float]) -> Spread:
@@ -238,16 +231,16 @@ def _measured(
     with torch.no_grad(), ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
-        counts = [multiply_adds(partial(prefill, m, _on(m, ids))) for m in models]
-        times = _by_turns(models, ids, settings)
+        counts = [multiply_adds(partial(prefill, m, ids.to(device_of(m)))) for m in models]
+        seconds = _by_turns(models, ids, settings)
     return [
         Speed(
             parameters=sum(p.numel() for p in model.parameters()),
-            bytes=_bytes(model),
+            bytes=model.get_memory_footprint(),  # type: ignore[operator]
             bytes_on_disk=bytes_on_disk(folder),
             multiply_adds=count,
-            prefill_seconds=tuple(times["prefill", i]),
-            decode_seconds=tuple(times["decode", i]) if generates(model) else None,
+            prefill_seconds=tuple(seconds[filling][i]),
+            decode_seconds=tuple(seconds[decoding][i]) if generates(model) else None,
             settings=_settings(model, settings),
         )
         for i, (model, folder, count) in enumerate(zip(models, folders, counts, strict=True))
@@ -256,33 +249,36 @@ def _measured(
 
 def _by_turns(
     models: list[nn.Module], ids: Tensor, settings: SpeedSettings
-) -> dict[tuple[str, int], list[float]]:
+) -> dict[Callable[..., float], list[list[float]]]:
     """Seconds by phase and model: in each round all prefills, then all decodes."""
-
-    def decoding(model: nn.Module) -> float:
-        return decode(model, _on(model, ids[:, : settings.prompt]), settings.new_tokens)[1]
-
-    def filling(model: nn.Module) -> float:
-        prompt = _on(model, ids)
-        with _Clock(model) as clock:
-            prefill(model, prompt)
-        return clock.seconds
-
-    phases = {"prefill": filling, "decode": decoding}
-    times: dict[tuple[str, int], list[float]] = {
-        (phase, i): [] for phase in phases for i in range(len(models))
-    }
     for model in models:  # first runs start threads and fill caches: not timed
-        filling(model)
+        filling(model, ids, settings)
         if generates(model):
-            decode(model, _on(model, ids[:, : settings.prompt]), WARM_UP)
+            decoding(model, ids, replace(settings, new_tokens=WARM_UP))
+    seconds: dict[Callable[..., float], list[list[float]]] = {
+        phase: [[] for _ in models] for phase in (filling, decoding)
+    }
     for turn in range(settings.repeats):
         order = list(enumerate(models))[:: -1 if turn % 2 else 1]
-        for phase, timed in phases.items():
+        for phase, by_model in seconds.items():
             for i, model in order:
-                if phase == "prefill" or generates(model):
-                    times[phase, i].append(timed(model))
-    return times
+                if phase is filling or generates(model):
+                    by_model[i].append(phase(model, ids, settings))
+    return seconds
+
+
+def filling(model: nn.Module, ids: Tensor, settings: SpeedSettings) -> float:
+    """Seconds of one prefill."""
+    device = device_of(model)
+    prompt, start = ids.to(device), _now(device)
+    prefill(model, prompt)
+    return _now(device) - start
+
+
+def decoding(model: nn.Module, ids: Tensor, settings: SpeedSettings) -> float:
+    """Seconds of one decode."""
+    prompt = ids[:, : settings.prompt].to(device_of(model))
+    return decode(model, prompt, settings.new_tokens)[1]
 
 
 # -- prefill and decode ---------------------------------------------------------------------------
@@ -291,13 +287,12 @@ def _by_turns(
 def prefill(model: nn.Module, ids: Tensor) -> Any:
     """The model's output on a prompt (B, L), with the logits of the last position only."""
     takes = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": True} if generates(model) else {}
-    if "use_cache" in takes and not options:
-        options = {"use_cache": False}
+    options: dict[str, Any] = {"use_cache": generates(model)} if "use_cache" in takes else {}
     if "logits_to_keep" in takes:
         options["logits_to_keep"] = 1
     if _config(model, "is_encoder_decoder"):
-        options["decoder_input_ids"] = ids.new_full((len(ids), 1), _start(model))
+        start = _config(model, "decoder_start_token_id") or 0  # speed does not depend on it
+        options["decoder_input_ids"] = ids.new_full((len(ids), 1), start)
     return model(input_ids=ids, **options)
 
 
@@ -309,12 +304,12 @@ def decode(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Tensor, f
     beside = {"encoder_outputs": (out.encoder_last_hidden_state,)} if to_text else {}
     name = "decoder_input_ids" if to_text else "input_ids"
     tokens = [out.logits[:, -1:].argmax(-1)]
-    with _Clock(model) as clock:
-        for _ in range(new_tokens):
-            inputs = {name: tokens[-1], "past_key_values": out.past_key_values}
-            out = model(**inputs, **beside, use_cache=True)
-            tokens.append(out.logits[:, -1:].argmax(-1))
-    return torch.cat(tokens, 1), clock.seconds
+    start = _now(prompt.device)
+    for _ in range(new_tokens):
+        inputs = {name: tokens[-1], "past_key_values": out.past_key_values}
+        out = model(**inputs, **beside, use_cache=True)
+        tokens.append(out.logits[:, -1:].argmax(-1))
+    return torch.cat(tokens, 1), _now(prompt.device) - start
 
 
 def generates(model: nn.Module) -> bool:
@@ -323,25 +318,11 @@ def generates(model: nn.Module) -> bool:
     return able() and "past_key_values" in inspect.signature(model.forward).parameters
 
 
-class _Clock:
-    """Seconds between entering and leaving, including work queued on the device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.device = next(model.parameters()).device
-        self.seconds = 0.0
-
-    def __enter__(self) -> _Clock:
-        self._wait()
-        self.start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait()
-        self.seconds = time.perf_counter() - self.start
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+def _now(device: torch.device) -> float:
+    """The time in seconds, after the work that is queued on the device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _check(model: nn.Module, settings: SpeedSettings) -> None:
@@ -375,18 +356,9 @@ def _special(model: nn.Module) -> Iterator[int]:
                 yield from value if isinstance(value, list) else [value]
 
 
-def _start(model: nn.Module) -> int:
-    """The first token of an encoder-decoder's output; speed does not depend on it."""
-    return _config(model, "decoder_start_token_id") or 0
-
-
 def _config(model: nn.Module, name: str) -> Any:
     config: Any = model.config
     return getattr(config.get_text_config(), name, None)
-
-
-def _on(model: nn.Module, ids: Tensor) -> Tensor:
-    return ids.to(next(model.parameters()).device)
 
 
 def _settings(model: nn.Module, settings: SpeedSettings) -> dict[str, Any]:
@@ -397,14 +369,6 @@ def _settings(model: nn.Module, settings: SpeedSettings) -> dict[str, Any]:
         "dtype": str(first.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
     }
-
-
-# -- sizes ----------------------------------------------------------------------------------------
-
-
-def _bytes(model: nn.Module) -> int:
-    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in held.values())
 
 
 def bytes_on_disk(folder: str | Path | None) -> int | None:
