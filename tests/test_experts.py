@@ -20,8 +20,8 @@ from howlinear.linear.stores import BlockStore
 from howlinear.losses.sweeps import sweep
 from howlinear.models.experts import (
     SHARED,
+    Alone,
     Mixture,
-    as_expert,
     mixtures,
     replaced,
     run_pairs,
@@ -53,6 +53,12 @@ def _small() -> Iterator[None]:
     with torch.no_grad():
         yield
     torch.set_num_threads(threads)
+
+
+def as_expert(model: nn.Module, mixture: Mixture, key: int | str) -> nn.Module:
+    if key == SHARED:
+        return as_module(model, mixture.expert(key))
+    return Alone(model.get_submodule(mixture.path), int(key))
 
 
 def hear(model: nn.Module, batch: dict[str, Tensor], **how: Any) -> Heard:

@@ -50,14 +50,12 @@ def evaluate(
     harness does seed the random numbers of Python, numpy and torch.
     """
     harness, hf = _harness("lm_eval"), _harness("lm_eval.models.huggingface")
-    if isinstance(tasks, str) or not tasks:
-        raise ValueError(f"tasks is {tasks!r}, expected a list of names such as ['arc_easy']")
-    _check(model)
-    if task_manager is None:
-        task_manager = _manager(include_path, options.get("metadata"))
-    elif include_path is not None:
-        raise ValueError("give include_path or task_manager, not both")
-    _known(tasks, task_manager)
+    if not getattr(model, "can_generate", lambda: False)():
+        raise ValueError(
+            f"{type(model).__name__} does not predict the next token, which the tasks ask for: "
+            "load it with AutoModelForCausalLM if it was trained to"
+        )
+    manager = _manager(tasks, task_manager, include_path, options.get("metadata"))
     wrapper = {name: options.pop(name) for name in WRAPPER if name in options}
     config: Any = model.config
     with evaluating(model):
@@ -73,7 +71,7 @@ def evaluate(
             model=wrapped,
             tasks=list(tasks),
             batch_size=batch_size,  # for the record
-            task_manager=task_manager,
+            task_manager=manager,
             **options,
         )
     return scores
@@ -86,15 +84,6 @@ def _harness(name: str) -> Any:
         raise ValueError(
             f"evaluate needs lm-eval ({one_line(err, 80)}): run `pip install 'howlinear[eval]'`"
         ) from None
-
-
-def _check(model: nn.Module) -> None:
-    able: Any = getattr(model, "can_generate", lambda: False)
-    if not able():
-        raise ValueError(
-            f"{type(model).__name__} does not predict the next token, which the tasks ask for: "
-            "load it with AutoModelForCausalLM if it was trained to"
-        )
 
 
 def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
@@ -113,19 +102,22 @@ def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
         ) from None
 
 
-def _manager(include_path: Any, metadata: Any) -> Any:
+def _manager(tasks: Sequence[Any], manager: Any, include_path: Any, metadata: Any) -> Any:
+    """The harness's index of tasks; misspelt names are refused before anything runs."""
+    if isinstance(tasks, str) or not tasks:
+        raise ValueError(f"tasks is {tasks!r}, expected a list of names such as ['arc_easy']")
+    if manager is not None and include_path is not None:
+        raise ValueError("give include_path or task_manager, not both")
     for path in [include_path] if isinstance(include_path, str | Path) else include_path or ():
         if not Path(path).is_dir():
             raise ValueError(f"include_path {path} is not a folder of task files")
-    tasks = _harness("lm_eval.tasks")
-    return tasks.TaskManager(include_path=include_path, metadata=metadata)
-
-
-def _known(tasks: Sequence[Any], manager: Any) -> None:
-    """Refuse misspelt task names before anything runs."""
+    if manager is None:
+        index = _harness("lm_eval.tasks")
+        manager = index.TaskManager(include_path=include_path, metadata=metadata)
     known = set(manager.all_tasks)
-    unknown = [t for t in tasks if isinstance(t, str) and t not in known and not Path(t).exists()]
-    if unknown:
-        raise ValueError(
-            f"unknown task {unknown[0]}: see `lm-eval ls tasks`, or pass include_path= for your own"
-        )
+    for task in tasks:
+        if isinstance(task, str) and task not in known and not Path(task).exists():
+            raise ValueError(
+                f"unknown task {task}: see `lm-eval ls tasks`, or pass include_path= for your own"
+            )
+    return manager

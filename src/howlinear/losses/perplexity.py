@@ -124,26 +124,34 @@ def _estimates(sums: Callable[[Any], Tensor]) -> tuple[property, property]:
     )
 
 
-def _fields(answer: Loss | Comparison, names: str) -> dict[str, Any]:
-    about = {"protocol": answer.protocol.name, "tokens": answer.tokens}
-    values = clean({name: getattr(answer, name) for name in names.split()})
-    return about | {"windows": len(answer.counts)} | values
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Loss:
-    """A model's loss on a text; `nats` is the mean of a token's negative log-likelihood."""
+class _Answer:
+    """Sums by window, and the protocol that the windows were cut by."""
 
     protocol: EvalProtocol
     counts: Tensor  # (windows,) predicted tokens, float64
-    sums: Tensor  # (windows,) their negative log-likelihood in nats, float64
-    n_bytes: int | None = None  # utf-8 bytes of the predicted tokens
-
-    nats, nats_se = _estimates(lambda loss: loss.sums)
 
     @property
     def tokens(self) -> int:
         return int(self.counts.sum())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
+    def _fields(self, names: str) -> dict[str, Any]:
+        about = {"protocol": self.protocol.name, "tokens": self.tokens}
+        values = clean({name: getattr(self, name) for name in names.split()})
+        return about | {"windows": len(self.counts)} | values
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Loss(_Answer):
+    """A model's loss on a text; `nats` is the mean of a token's negative log-likelihood."""
+
+    sums: Tensor  # (windows,) their negative log-likelihood in nats, float64
+    n_bytes: int | None = None  # utf-8 bytes of the predicted tokens
+
+    nats, nats_se = _estimates(lambda loss: loss.sums)
 
     @property
     def perplexity(self) -> float:
@@ -163,19 +171,14 @@ class Loss:
         value = f"perplexity {self.perplexity:.2f} ± {self.perplexity_se:.2f}"
         return f"{value} ({self.protocol}, {self.tokens} tokens)"
 
-    def __repr__(self) -> str:
-        return f"<Loss: {self}>"
-
     def to_dict(self) -> dict[str, Any]:
-        return _fields(self, "nats nats_se perplexity perplexity_se bits_per_byte")
+        return self._fields("nats nats_se perplexity perplexity_se bits_per_byte")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Comparison:
+class Comparison(_Answer):
     """Two models on the same tokens: tokens that are hard for both cancel. Sums are by window."""
 
-    protocol: EvalProtocol
-    counts: Tensor  # (windows,) predicted tokens, float64
     nll: Tensor  # (windows,) sums of the original's negative log-likelihood
     nll_changed: Tensor
     divergence: Tensor  # (windows,) sums of KL(original || changed), in nats
@@ -184,10 +187,6 @@ class Comparison:
     delta_nll, delta_nll_se = _estimates(lambda both: both.nll_changed - both.nll)  # nats a token
     kl, kl_se = _estimates(lambda both: both.divergence)  # nats a token
     top1, top1_se = _estimates(lambda both: both.agreement)  # share of the tokens
-
-    @property
-    def tokens(self) -> int:
-        return int(self.counts.sum())
 
     @property
     def original(self) -> Loss:
@@ -218,13 +217,10 @@ class Comparison:
         parts = [f"{k} {getattr(self, v):.4g} ± {getattr(self, v + '_se'):.2g}" for k, v in shown]
         return f"{', '.join(parts)} ({self.protocol}, {self.tokens} tokens)"
 
-    def __repr__(self) -> str:
-        return f"<Comparison: {self}>"
-
     def to_dict(self) -> dict[str, Any]:
         names = "delta_nll delta_nll_se delta_ppl delta_ppl_se kl kl_se top1 top1_se"
         both = {"original": self.original.to_dict(), "changed": self.changed.to_dict()}
-        return _fields(self, names) | both
+        return self._fields(names) | both
 
 
 # -- loss and comparison --------------------------------------------------------------------------

@@ -127,13 +127,11 @@ def scored_batches(
     the token after it, nor labels of -100.
     """
     stream = as_stream(ids)
-    if stream is None:
-        for batch in as_windows(ids).batches(batch_size):
-            yield _scored(batch, protocol)
-    elif batch_size < 1:
-        raise ValueError(f"batch size must be at least 1, got {batch_size} (--batch-size)")
-    else:
-        yield from _from_stream(stream, protocol, batch_size)
+    if stream is not None:
+        yield from _from_stream(stream.cpu(), protocol, batch_size)
+        return
+    for batch in as_windows(ids).batches(batch_size):
+        yield _scored(batch, protocol)
 
 
 def _from_stream(ids: Tensor, protocol: EvalProtocol, batch_size: int) -> Iterator[ScoredBatch]:
@@ -145,15 +143,17 @@ def _from_stream(ids: Tensor, protocol: EvalProtocol, batch_size: int) -> Iterat
             f"({protocol.name}): give more text (--text-file) or take shorter windows"
         )
     cuts = list(protocol.cut(len(ids)))
-    full = [c for c in cuts if c[1] - c[0] == protocol.length]  # a shorter one comes last, alone
-    groups = [full[i : i + batch_size] for i in range(0, len(full), batch_size)]
+    full = ids.unfold(0, protocol.length, protocol.stride)
+    short = [ids[None, start:end] for start, end, _ in cuts[len(full) :]]  # one at most
     first = 0
-    for group in [*groups, *([c] for c in cuts[len(full) :])]:
-        windows = _checked(torch.stack([ids[start:end] for start, end, _ in group]))
-        skipped = torch.tensor([[counted - start] for start, _, counted in group])
-        counted = torch.arange(1, windows.shape[1]) >= skipped
-        yield ScoredBatch({"input_ids": windows}, counted, first)
-        first += len(group)
+    for windows in (full, *short):
+        for batch in as_windows(windows).batches(batch_size):
+            group = cuts[first : first + len(batch)]
+            skipped = torch.tensor([[counted - start] for start, _, counted in group])
+            counted = torch.arange(1, windows.shape[1]) >= skipped
+            inputs = {name: value.contiguous() for name, value in batch.inputs.items()}
+            yield ScoredBatch(inputs, counted, first)
+            first += len(batch)
 
 
 def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
@@ -163,7 +163,7 @@ def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
         raise ValueError(f"expected token ids, got dict of {', '.join(inputs)} without input_ids")
     if len(batch) == 0:
         raise ValueError(EMPTY)
-    ids = _checked(inputs["input_ids"])
+    ids = inputs["input_ids"].cpu()
     mask = inputs.get("attention_mask", torch.ones_like(ids)).cpu() != 0
     short = "attention_mask" in inputs and ids.shape[1] < protocol.length
     if protocol.stride < protocol.length or (ids.shape[1] != protocol.length and not short):
@@ -178,16 +178,6 @@ def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
         counted &= inputs["labels"][:, 1:].cpu() != -100
     rest = {k: v for k, v in inputs.items() if k not in ("input_ids", "labels")}
     return ScoredBatch({"input_ids": ids, **rest}, counted, batch.first)
-
-
-def _checked(ids: Tensor) -> Tensor:
-    """Whole numbers on the CPU, with a token to predict in each window."""
-    if ids.shape[1] < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"expected token ids: whole numbers of shape (n,) or (windows, length), "
-            f"got {ids.dtype} of shape {tuple(ids.shape)}"
-        )
-    return ids.long().cpu()
 
 
 def held_out_tokens(

@@ -287,7 +287,8 @@ def decoding(model: nn.Module, ids: Tensor, settings: SpeedSettings) -> float:
 def prefill(model: nn.Module, ids: Tensor) -> Any:
     """The model's output on a prompt (B, L), with the logits of the last position only."""
     takes = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": generates(model)} if "use_cache" in takes else {}
+    cached = generates(model)
+    options: dict[str, Any] = {"use_cache": cached} if cached or "use_cache" in takes else {}
     if "logits_to_keep" in takes:
         options["logits_to_keep"] = 1
     if _config(model, "is_encoder_decoder"):

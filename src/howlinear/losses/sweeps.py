@@ -56,7 +56,7 @@ class SwapCost:
 
     def __repr__(self) -> str:
         cost = f"cosine {self.cosine:.3f}" if self.change is None else str(self.change)
-        return escaped(f"<SwapCost of block {self.block.index} ({self.block.path}): {cost}>")
+        return escaped(f"<SwapCost of {self.block}: {cost}>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +64,15 @@ class Sweep:
     """Costs in the order of the variants."""
 
     costs: list[SwapCost]
-    base: Loss
     resumed: bool  # were the layers before a swap computed once?
     note: str = ""  # why not, where that was tried
+
+    @property
+    def base(self) -> Loss:
+        """The loss of the model as it is."""
+        change = self.costs[0].change
+        assert change is not None
+        return change.original
 
 
 def swap_costs(
@@ -111,19 +117,15 @@ def sweep(
     work, protocol, readout = work or Work(), protocol_of(windows, protocol), Readout(model)
     at = list(dict.fromkeys(block for block, _ in variants))
     recording = Recording(model, at)
-    probe = {"input_ids": torch.arange(10, 14)[None] % readout.vocabulary}
-    problem = recording.problem(lambda: readout.states(probe)) if resume else None
+    problem = _problem(recording, readout) if resume else None
     resumed = resume and problem is None
     scores = [(TokenScores(), _Errors(_norm(model, block))) for block, _ in variants]
-    base = TokenScores()
     advance = work.begin(label, _tokens(windows) * len(variants) // work.ranks.count)
     size = max(1, min(work.batch_size, ROOM // (readout.vocabulary * protocol.length)))
     for number, batch in enumerate(scored_batches(windows, protocol, size)):
         if not work.ranks.mine(number):
             continue
         rows, originals = _original(model, readout, recording, batch, at)
-        for original in originals:
-            base.update(original, original.log_p)
         for (block, replacement), (score, error) in zip(variants, scores, strict=True):
             watched = error.watching(replacement, rows[block])
             before = recording.resumed(block) if resumed else nullcontext()
@@ -132,14 +134,18 @@ def sweep(
             for original, part in zip(originals, _parts(batch, readout), strict=True):
                 score.update(original, readout.logits(states[part]))
             advance(batch.tokens)
-    for score in (base, *(score for score, _ in scores)):
+    costs = []
+    for (block, _), (score, error) in zip(variants, scores, strict=True):
         score.sums = work.ranks.sum(score.sums)
-    costs = [
-        SwapCost(block, score.comparison(protocol), *error.means(work.ranks))
-        for (block, _), (score, error) in zip(variants, scores, strict=True)
-    ]
+        costs.append(SwapCost(block, score.comparison(protocol), *error.means(work.ranks)))
     note = f"every swap ran the whole model, since it could not be resumed: {problem}"
-    return Sweep(costs, base.comparison(protocol).original, resumed, note if problem else "")
+    return Sweep(costs, resumed, note if problem else "")
+
+
+def _problem(recording: Recording, readout: Readout) -> str | None:
+    """Why the model cannot be resumed at the blocks, tested on a few tokens."""
+    probe = {"input_ids": torch.arange(10, 14)[None] % readout.vocabulary}
+    return recording.problem(lambda: readout.states(probe))
 
 
 def _tokens(windows: WindowsLike) -> int:
@@ -189,7 +195,7 @@ def check_widths(block: Block, replacement: Replacement) -> None:
     widths = [getattr(replacement, name, None) for name in ("d_in", "d_out")]
     if None not in widths and widths != [block.d_in, block.d_out]:
         raise ValueError(
-            f"the map of block {block.index} ({block.path}) takes {widths[0]} to {widths[1]}, "
+            f"the map of {block} takes {widths[0]} to {widths[1]}, "
             f"the block {block.d_in} to {block.d_out}: a map of another model?"
         )
 
@@ -203,8 +209,8 @@ class _Errors:
 
     def __init__(self, out_norm: nn.Module | None) -> None:
         self.out_norm = out_norm
-        self.n = self.elements = 0
-        self.cosine = self.squares = self.stream = 0.0
+        # rows, elements, cosines, squared errors, squared errors over the stream's squared norm
+        self.sums = torch.zeros(5, dtype=torch.float64)
 
     def watching(self, replacement: Replacement, rows: Rows) -> Replacement:
         """The replacement, which also adds its errors on these rows when it runs."""
@@ -222,23 +228,17 @@ class _Errors:
         if len(guess) != len(y):  # the rows leave padding out
             guess = guess[rows.kept]
         y, guess = y.float(), guess.float()
-        self.n += len(y)
-        self.elements += y.numel()
-        self.cosine += _total(torch.cosine_similarity(y, guess, dim=1))
-        self.squares += _total((y - guess).square())
-        if rows.stream is None:
-            self.stream = math.nan
-            return
-        if self.out_norm is not None:
-            y, guess = self.out_norm(rows.y), self.out_norm(guess.to(rows.y))
-        off = (y - guess).float().square().sum(1) / rows.stream
-        self.stream += _total(off)
+        cosine = _total(torch.cosine_similarity(y, guess, dim=1))
+        squares, stream = _total((y - guess).square()), math.nan
+        if rows.stream is not None:
+            if self.out_norm is not None:
+                y, guess = self.out_norm(rows.y), self.out_norm(guess.to(rows.y))
+            stream = _total((y - guess).float().square().sum(1) / rows.stream)
+        self.sums += torch.tensor([len(y), y.numel(), cosine, squares, stream], dtype=torch.float64)
 
     def means(self, ranks: Ranks) -> tuple[float, float, float]:
         """(cosine, rmse, stream_error) over the rows of all ranks."""
-        sums = [[self.n, self.elements, self.cosine, self.squares, self.stream]]
-        total = ranks.sum(torch.tensor(sums, dtype=torch.float64))[0].tolist()
-        n, elements, cosine, squares, stream = total
+        n, elements, cosine, squares, stream = ranks.sum(self.sums[None])[0].tolist()
         if not n:
             return math.nan, math.nan, math.nan
         return cosine / n, math.sqrt(squares / elements), stream / n

@@ -80,8 +80,8 @@ def _wikitext() -> Text:
     for root in (spec.submodule_search_locations or ()) if spec else ():
         folder = Path(root, WIKITEXT)
         if (folder / "train.raw.gz").is_file():
-            fit, *lazy = (partial(_gunzip, folder, split) for split in SPLITS)
-            return Text("WikiText-2 raw (built-in)", fit(), lazy[0], lazy[1], SPLITS)
+            fit, choose, report = (partial(_gunzip, folder, split) for split in SPLITS)
+            return Text("WikiText-2 raw (built-in)", fit(), choose, report, SPLITS)
     raise ValueError(
         f"the built-in text WikiText-2 is not installed: run `{INSTALL_BUILTIN}`, "
         "or bring a text with --text-file or --dataset"
@@ -100,11 +100,13 @@ def _wikitext_rows() -> Text:
             return dataset_text("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
         raise missing from None
 
-    def later(read: Callable[[], str]) -> Callable[[], str]:
-        return lambda: joined_rows(read())
-
-    name = "WikiText-2 raw, rows joined (built-in)"
-    return Text(name, joined_rows(raw.fit), later(raw.choose), later(raw.report), raw.parts)
+    return Text(
+        "WikiText-2 raw, rows joined (built-in)",
+        joined_rows(raw.fit),
+        lambda: joined_rows(raw.choose()),
+        lambda: joined_rows(raw.report()),
+        raw.parts,
+    )
 
 
 def joined_rows(raw: str) -> str:
@@ -219,12 +221,11 @@ def dataset_text(
     valid = next((name for name in VALID_NAMES if name in data and split == "train"), None)
     test = "test" if "test" in data and split == "train" else None
     if valid and test:
-        held = [partial(read, data[name]) for name in (valid, test)]
-        return Text(label, fit, held[0], held[1], (split, valid, test))
+        choose, report = (partial(read, data[name]) for name in (valid, test))
+        return Text(label, fit, choose, report, (split, valid, test))
     if only := valid or test:
-        whole = partial(read, data[only])
         parts = (split, f"{only}, first half", f"{only}, second half")
-        return Text(label, fit, partial(_half, whole, 0), partial(_half, whole, 1), parts)
+        return Text(label, fit, *_halves(lambda: read(data[only])), parts)
     return _one_text(f"{label} {split}", fit)
 
 
@@ -334,18 +335,19 @@ def _gunzip(folder: Path, split: str) -> str:
 
 def _one_text(name: str, text: str) -> Text:
     cut = len(text) * 4 // 5
-
-    def held() -> str:
-        return text[cut:]
-
     parts = ("first 80 %", "80 to 90 %", "last 10 %")
-    return Text(name, text[:cut], partial(_half, held, 0), partial(_half, held, 1), parts)
+    return Text(name, text[:cut], *_halves(lambda: text[cut:]), parts)
 
 
-def _half(read: Callable[[], str], which: int) -> str:
-    text = read()
-    middle = len(text) // 2
-    return text[middle:] if which else text[:middle]
+def _halves(read: Callable[[], str]) -> tuple[Callable[[], str], Callable[[], str]]:
+    """Functions that read a text and return its first and its second half."""
+
+    def half(which: int) -> str:
+        text = read()
+        middle = len(text) // 2
+        return text[middle:] if which else text[:middle]
+
+    return partial(half, 0), partial(half, 1)
 
 
 def _column(data: Any, id: str, column: str, join: Callable[[Iterable[str]], str]) -> str:

@@ -31,19 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.rows import Rows
-from howlinear.models.families import Block, blocks
-from howlinear.models.hooks import Replacement, as_module, tap
-
-__all__ = [
-    "SHARED",
-    "Expert",
-    "Mixture",
-    "as_expert",
-    "mixtures",
-    "replaced",
-    "run_pairs",
-    "tap_experts",
-]
+from howlinear.models.families import Block, blocks, of_width
+from howlinear.models.hooks import Replacement, tap
 
 SHARED = "shared"
 SHARED_NAMES = ("shared_expert", "shared_experts")  # names in transformers
@@ -72,7 +61,7 @@ class Mixture:
         """One expert as a Block, which results are kept by. Numbered experts are no modules."""
         if key not in self.keys:
             raise ValueError(
-                f"block {self.block.index} ({self.block.path}) has no expert {key!r}: it has "
+                f"{self.block} has no expert {key!r}: it has "
                 f"0-{self.count - 1}{' and shared' if self.shared else ', none shared'}"
             )
         path = self.shared if key == SHARED and self.shared else f"{self.path}.{key}"
@@ -121,15 +110,9 @@ def run_pairs(fused: nn.Module, x: Tensor, experts: Tensor) -> Tensor:
     return fused.forward(x, experts[:, None], x.new_ones(len(x), 1))
 
 
-def as_expert(model: nn.Module, mixture: Mixture, key: Expert) -> nn.Module:
+class Alone(nn.Module):
     """One expert as a module x (..., d_in) -> y (..., d_out). It shares the model's weights."""
-    block = mixture.expert(key)
-    if key == SHARED:
-        return as_module(model, block)
-    return _Alone(model.get_submodule(mixture.path), int(key))
 
-
-class _Alone(nn.Module):
     def __init__(self, fused: nn.Module, expert: int) -> None:
         super().__init__()
         self.fused, self.expert = fused, expert
@@ -189,7 +172,7 @@ def tap_experts(
     at = mixtures(model) if at is None else at
     fused = {mixture.fused: mixture for mixture in at}
     shared = {mixture.expert(SHARED): mixture for mixture in at if mixture.shared}
-    routings: dict[Block, _Routing] = {}
+    routings: dict[nn.Module, _Routing] = {}
 
     def take(block: Block, rows: Rows) -> None:
         if not len(rows.x):
@@ -199,23 +182,20 @@ def tap_experts(
             return
         mixture, module = fused[block], model.get_submodule(block.path)
         with torch.no_grad():
-            routing = routings.pop(block).only(rows)
+            routing = routings.pop(module).only(rows)
             pairs = _pairs(module, routing)
             _check(mixture, module, rows, pairs)
             every = _everywhere(module, routing, mixture.count, rows)
             for expert, some, weights in every if all_tokens else pairs.by_expert(rows):
                 receive(mixture, expert, some, weights)
 
-    def keep_routing(block: Block) -> Any:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            routings[block] = _Routing.of(module, args, kwargs)
-
-        module = model.get_submodule(block.path)
-        return module.register_forward_pre_hook(keep, with_kwargs=True)
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        routings[module] = _Routing.of(module, args, kwargs)
 
     with tap(model, take, at=[*fused, *shared]), ExitStack() as stack:
         for block in fused:
-            stack.enter_context(keep_routing(block))
+            module = model.get_submodule(block.path)
+            stack.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
         yield
 
 
@@ -252,7 +232,7 @@ def _everywhere(fused: nn.Module, routing: _Routing, count: int, rows: Rows) -> 
     for expert in range(count):
         row, routed = routing.to(expert)
         weights = routed.new_zeros(len(rows.x)).index_copy(0, row, routed)
-        yield expert, replace(rows, y=_Alone(fused, expert)(rows.x)), weights
+        yield expert, replace(rows, y=Alone(fused, expert)(rows.x)), weights
 
 
 def _check(mixture: Mixture, fused: nn.Module, rows: Rows, pairs: _Pairs) -> None:
@@ -290,8 +270,6 @@ def replaced(model: nn.Module, mixture: Mixture, maps: Mapping[Expert, Replaceme
     maps["shared"] replaces the shared expert, before its gate. Maps that are modules are part of
     the replacement. Replaced experts still run, with weight 0, so this saves no time.
     """
-    for key in maps:
-        mixture.expert(key)  # ValueError if there is none
     return _Replaced(model, mixture, maps)
 
 
@@ -345,16 +323,11 @@ class _Checked(nn.Module):
 
     def __init__(self, mixture: Mixture, key: Expert, run: Replacement) -> None:
         super().__init__()
-        self.mixture, self.key, self.run = mixture, key, run
+        self.run, self.d_out = run, mixture.expert(key).d_out
+        self.name = f"the map of expert {key} of block {mixture.block.index} ({mixture.path})"
 
     def forward(self, x: Tensor) -> Tensor:
-        y, expected = self.run(x), (*x.shape[:-1], self.mixture.block.d_out)
-        if tuple(y.shape) != expected:
-            raise ValueError(
-                f"the map of expert {self.key} of block {self.mixture.block.index} "
-                f"({self.mixture.path}) returned shape {tuple(y.shape)}, expected {expected}"
-            )
-        return y
+        return of_width(self.d_out, x, self.run(x), self.name)
 
 
 def _name(path: str) -> str:

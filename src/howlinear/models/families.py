@@ -68,14 +68,16 @@ class StandIn(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         assert self.replacement is not None
-        y = self.replacement(x)
-        expected = (*x.shape[:-1], self.block.d_out)
-        if tuple(y.shape) != expected:
-            raise ValueError(
-                f"the replacement of block {self.block.index} ({self.block.path}) returned shape "
-                f"{tuple(y.shape)}, expected {expected}"
-            )
+        name = f"the replacement of {self.block}"
+        y = of_width(self.block.d_out, x, self.replacement(x), name)
         return y.clone() if self.block.copies else y
+
+
+def of_width(d_out: int, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """y, the output for x, or ValueError where it is not (..., d_out)."""
+    if tuple(y.shape) != (expected := (*x.shape[:-1], d_out)):
+        raise ValueError(f"{name} returned shape {tuple(y.shape)}, expected {expected}")
+    return y
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def _from_pattern(model: nn.Module, wanted: re.Pattern[str]) -> list[Block]:
     for path, module in model.named_modules():
         if not wanted.fullmatch(path) or any(path.startswith(f"{b.path}.") for b in listed):
             continue
-        shapes = [shape for part in module.modules() if (shape := projection_shape(part))]
+        shapes = _projections(module)
         if shapes and not isinstance(module, StandIn):
             d_in, d_out = shapes[0][0], shapes[-1][1]
         else:
@@ -280,9 +282,7 @@ def _sizes(model: nn.Module, config: Any, entry: str, down: str) -> tuple[int, i
     first, last = _find(model, entry), _find(model, down)
     if isinstance(first, StandIn):  # swapped out at the moment
         return first.block.d_in, first.block.d_out, first.block.down is not None
-    inside = (
-        [shape for part in first.modules() if (shape := projection_shape(part))] if first else []
-    )
+    inside = _projections(first) if first else []
     shape = projection_shape(last) or projection_shape(first)
     if inside and shape:
         return inside[0][0], shape[1], projection_shape(last) is not None
@@ -310,7 +310,8 @@ def _look(layer: nn.Module) -> Family | None:
     for pair in PAIRS:
         first, last = (_find(layer, name) for name in pair)
         inner = (projection_shape(first) or (0, -1))[1], (projection_shape(last) or (-2, 0))[0]
-        if isinstance(first, StandIn) or _is_linear(first) or inner[0] == inner[1]:
+        linear = hasattr(first, "linear_mlp")  # an export's LinearMLP: no hidden units
+        if isinstance(first, StandIn) or linear or inner[0] == inner[1]:
             act = next((a for a in ACTIVATIONS if hasattr(layer, a)), ACTIVATIONS[0])
             return Family("", "+".join(pair), (pair[0], act, pair[1]), copies=True)
     return replace(SPLIT, copies=True) if all(_find(layer, s) for s in SPLIT.steps) else None
@@ -318,18 +319,11 @@ def _look(layer: nn.Module) -> Family | None:
 
 def _is_network(module: nn.Module) -> bool:
     """Has weights, is more than one projection, and needs nothing but x."""
+    if projection_shape(module) or next(module.parameters(), None) is None:
+        return False
     parameters = inspect.signature(module.forward).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return (
-        projection_shape(module) is None
-        and len(required) <= 1
-        and any(True for _ in module.parameters())
-    )
-
-
-def _is_linear(module: nn.Module | None) -> bool:
-    """Replaced by an export's LinearMLP: a block without hidden units."""
-    return hasattr(module, "linear_mlp")
+    return len(required) <= 1
 
 
 def projection_shape(module: Any) -> tuple[int, int] | None:
@@ -338,6 +332,11 @@ def projection_shape(module: Any) -> tuple[int, int] | None:
         if hasattr(module, inputs) and hasattr(module, outputs):
             return int(getattr(module, inputs)), int(getattr(module, outputs))
     return None
+
+
+def _projections(module: nn.Module) -> list[tuple[int, int]]:
+    """The shapes of a module's projections, in order."""
+    return [shape for part in module.modules() if (shape := projection_shape(part))]
 
 
 def _find(module: nn.Module, path: str) -> nn.Module | None:

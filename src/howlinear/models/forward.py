@@ -167,7 +167,13 @@ def _inputs(batch: Any) -> dict[str, Tensor]:
     if IDS in inputs:
         if inputs[IDS].ndim == 1:  # one window
             inputs = {name: value[None] for name, value in inputs.items()}
-        inputs[IDS] = _checked_ids(inputs[IDS])
+        ids = inputs[IDS]
+        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(
+                f"{EXPECTED}; got {ids.dtype} of shape {tuple(ids.shape)} as token ids. Images and "
+                "audio need the name of the model's argument: {'pixel_values': ...}"
+            )
+        inputs[IDS] = ids.long()
     return inputs
 
 
@@ -182,15 +188,6 @@ def _tensor(name: str, value: Any) -> Tensor:
         unequal = _is_windows(value) and len({len(window) for window in value}) > 1
         cause = "windows of different lengths: pad them" if unequal else type(value).__name__
         raise ValueError(f"{EXPECTED}; {name} is {cause}") from None
-
-
-def _checked_ids(ids: Tensor) -> Tensor:
-    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"{EXPECTED}; got {ids.dtype} of shape {tuple(ids.shape)} as token ids. Images and audio "
-            "need the name of the model's argument: {'pixel_values': ...}"
-        )
-    return ids.long()
 
 
 # -- one forward, and the loop over all -----------------------------------------------------------

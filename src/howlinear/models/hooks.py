@@ -45,9 +45,7 @@ def as_module(model: nn.Module, block: Block) -> nn.Module:
     try:
         return Chain([attrgetter(path)(model) for path in block.steps])
     except AttributeError as error:
-        raise ValueError(
-            f"block {block.index} ({block.path}) does not run alone: {error}"
-        ) from None
+        raise ValueError(f"{block} does not run alone: {error}") from None
 
 
 Receive = Callable[[Block, Rows], None]
@@ -104,7 +102,7 @@ class _TapHooks:
             if block.index in units and (
                 block.down is None or isinstance(_find(model, block.entry), StandIn)
             ):
-                raise ValueError(f"block {block.index} ({block.path}) has no hidden units to tap")
+                raise ValueError(f"{block} has no hidden units to tap")
 
     def attach(self) -> None:
         for module in dict.fromkeys((self.model, backbone(self.model))):
@@ -148,7 +146,8 @@ class _TapHooks:
         self.running = module
         self.parts.clear()
         self.complete.clear()
-        arguments, names = _by_name(module, args, kwargs)
+        names = inspect.signature(module.forward).parameters
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         kept = _unpadded(arguments.get("attention_mask"))
         self.kept = {"": kept, "encoder": kept, "decoder": kept}  # stack -> rows that are real
         if "decoder_attention_mask" in names:
@@ -173,7 +172,7 @@ class _TapHooks:
         parts = self.parts.setdefault(block, {})
         if part in parts or block in self.complete:
             raise RuntimeError(
-                f"block {block.index} ({block.path}) ran twice in one forward: layers that share "
+                f"{block} ran twice in one forward: layers that share "
                 "weights and chunked feed-forward (chunk_size_feed_forward) cannot be tapped"
             )
         if part == "hidden" and (chosen := self.units[block.index]) is not None:
@@ -213,14 +212,6 @@ class _TapHooks:
         names = [f"{block.index} ({block.path})" for block in self.at if block in self.missing]
         if names:
             raise RuntimeError(f"a forward ran without these blocks: {', '.join(names)}")
-
-
-def _by_name(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Arguments by name, positional ones too, and the names that the forward takes."""
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}, names
 
 
 def _unpadded(mask: Any) -> tuple[tuple[int, int], Tensor] | None:

@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +67,30 @@ def load(
     dtype, target = _dtype(dtype), _device(device)
     if target.type == "mps" and str(dtype) == "torch.float64":
         raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
-    source = _locate(name, revision)
+    source = _locate(name, revision, trust_remote_code)
     header = ggufs.read_header(source.gguf) if source.gguf else {}
     with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
-        config = _config(source, trust_remote_code)
+        config = _config(source)
         stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
         bfloat16.check(stored if dtype == "auto" else dtype, target)
         placed = _placement(source, device_map, offload_folder)
-        model = _weights(source, config, dtype, trust_remote_code, allow_pickle, placed)
-        tokenizer = _tokenizer(source, trust_remote_code)
+        model = _weights(source, config, dtype, allow_pickle, placed)
+        tokenizer = _tokenizer(source)
     if source.gguf:
         ggufs.forget_quantization(model)
         ggufs.complete_tokenizer(tokenizer, header)
     model.config._commit_hash = source.commit
     model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
-    if tokenizer is not None:  # no warning "sequence longer than ...": `corpus` cuts windows
-        warned = getattr(tokenizer, "deprecation_warnings", {})
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     model.requires_grad_(False).eval()
-    if device_map is not None:
-        if device_map == "disk":
-            run_on(model, target)
-        return model, tokenizer
-    try:
-        return model.to(target), tokenizer
-    except RuntimeError as err:
-        cause = f"{source.label} does not fit on device {device} ({one_line(err)})"
-        raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
+    if device_map == "disk":
+        run_on(model, target)
+    elif device_map is None:
+        try:
+            model.to(target)
+        except RuntimeError as err:
+            cause = f"{source.label} does not fit on device {device} ({one_line(err)})"
+            raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
+    return model, tokenizer
 
 
 def skeleton(
@@ -106,15 +103,12 @@ def skeleton(
     """The model without its weights, from its configuration alone: for counting parameters."""
     import torch
 
-    dtype, source = _dtype(dtype), _locate(name, revision)
-    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
-        config = _config(source, trust_remote_code)
-        cls = _model_class(source, config, trust_remote_code)
-    kind = torch.float32 if dtype == "auto" else dtype
-    make = getattr(cls, "from_config", None) if cls.__name__.startswith("AutoModel") else cls
-    with torch.device("meta"), quiet():
-        assert make is not None
-        return make(config).to(kind).requires_grad_(False).eval()
+    dtype, source = _dtype(dtype), _locate(name, revision, trust_remote_code)
+    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack(), torch.device("meta"):
+        config = _config(source)
+        cls = _model_class(source, config)
+        model = cls.from_config(config) if _is_auto(cls) else cls(config)
+    return model.to(torch.float32 if dtype == "auto" else dtype).requires_grad_(False).eval()
 
 
 def describe(model: Any, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
@@ -202,23 +196,25 @@ class _Source:
     label: str  # what the user typed
     where: str  # what transformers loads from: a folder or a hub id
     folder: Path  # where its files are
-    options: dict[str, Any] = field(default_factory=dict)  # for every from_pretrained
+    options: dict[str, Any]  # for every from_pretrained
     gguf: Path | None = None
     commit: str | None = None  # of a hub id
 
 
-def _locate(name: str | None, revision: str | None) -> _Source:
+def _locate(name: str | None, revision: str | None, trust_remote_code: bool = False) -> _Source:
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     path = builtin_path() if name is None else Path(name).expanduser()
     label = BUILTIN_NAME if name is None else str(name)
     if path.exists() and revision is not None:
         raise ValueError(f"{label} is not on the hub and has no revisions: drop --revision")
     if path.is_file() and path.suffix == ".gguf":
-        return _Source(label, str(path.parent), path.parent, {"gguf_file": path.name}, gguf=path)
+        options["gguf_file"] = path.name
+        return _Source(label, str(path.parent), path.parent, options, gguf=path)
     if path.is_file():
         takes = "a .gguf file, the folder that holds config.json, or a hub id"
         raise ValueError(f"{label} is not a .gguf file: pass {takes}")
     if path.is_dir() and (path / "config.json").is_file():
-        return _Source(label, str(path), path)
+        return _Source(label, str(path), path, options)
     if path.is_dir():
         inside = next(iter(sorted(path.glob("*.gguf"))), "the folder that save_pretrained wrote")
         raise ValueError(f"folder {label} has no config.json: pass {inside}")
@@ -226,10 +222,10 @@ def _locate(name: str | None, revision: str | None) -> _Source:
         raise FileNotFoundError(
             f"{label} does not exist: check the path, or pass a hub id org/name"
         )
-    return _on_hub(label, revision)
+    return _on_hub(label, revision, options)
 
 
-def _on_hub(name: str, revision: str | None) -> _Source:
+def _on_hub(name: str, revision: str | None, options: dict[str, Any]) -> _Source:
     """Pin the commit with one request; when the hub cannot be reached, use the cache or fail now.
 
     transformers by itself retries every file for half a minute. Slow networks still work: the one
@@ -266,7 +262,7 @@ def _on_hub(name: str, revision: str | None) -> _Source:
         )
     offline = commit is None
     commit = commit or Path(str(cached)).parent.name  # the cache names snapshots after commits
-    options = {"revision": commit, "local_files_only": offline}
+    options |= {"revision": commit, "local_files_only": offline}
     repo = Path(constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"))
     return _Source(name, name, repo / "snapshots" / commit, options, commit=commit)
 
@@ -274,12 +270,11 @@ def _on_hub(name: str, revision: str | None) -> _Source:
 # -- from files to objects ------------------------------------------------------------------------
 
 
-def _config(source: _Source, trust_remote_code: bool) -> Any:
+def _config(source: _Source) -> Any:
     from transformers import AutoConfig
 
-    options = {**source.options, "trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(source.where, **options)
+        return AutoConfig.from_pretrained(source.where, **source.options)
     except Exception as err:  # a damaged file can raise anything, down to KeyError
         raise _explained(err, source, "its configuration cannot be read") from err
 
@@ -302,22 +297,17 @@ def _placement(source: _Source, device_map: str | None, folder: Any) -> dict[str
 
 
 def _weights(
-    source: _Source,
-    config: Any,
-    dtype: Any,
-    trust: bool,
-    allow_pickle: bool,
-    placed: dict[str, Any],
+    source: _Source, config: Any, dtype: Any, allow_pickle: bool, placed: dict[str, Any]
 ) -> Any:
     import transformers
 
-    cls, options = _model_class(source, config, trust), {**source.options, **placed}
+    cls, options = _model_class(source, config), {**source.options, **placed}
     if not source.gguf:
         options["use_safetensors"] = None if allow_pickle else True
     elif hasattr(transformers, "GgufConfig"):  # newer transformers may keep weights packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    if cls.__name__.startswith("AutoModel"):
-        options["trust_remote_code"] = trust
+    if not _is_auto(cls):  # code from the repository is not asked for
+        del options["trust_remote_code"]
     try:
         model, info = cls.from_pretrained(
             source.where, config=config, dtype=dtype, output_loading_info=True, **options
@@ -338,13 +328,17 @@ def _weights(
     return model
 
 
-def _model_class(source: _Source, config: Any, trust_remote_code: bool) -> Any:
+def _is_auto(cls: Any) -> bool:
+    return bool(cls.__name__.startswith("AutoModel"))
+
+
+def _model_class(source: _Source, config: Any) -> Any:
     """The class the checkpoint was saved from, so that BertModel stays BertModel."""
     import transformers
 
     named = (getattr(config, "architectures", None) or [None])[0]
     own_code = getattr(config, "auto_map", None) or {}
-    if own_code and trust_remote_code:
+    if own_code and source.options["trust_remote_code"]:
         for auto, path in own_code.items():
             if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == named:
                 return getattr(transformers, auto, transformers.AutoModel)
@@ -362,13 +356,15 @@ def _model_class(source: _Source, config: Any, trust_remote_code: bool) -> Any:
     return transformers.AutoModelForCausalLM if source.gguf else transformers.AutoModel
 
 
-def _tokenizer(source: _Source, trust_remote_code: bool) -> Any:
+def _tokenizer(source: _Source) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer, problem = None, None
-    options = {**source.options, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.where, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source.where, **source.options)
+        # no warning "sequence longer than ...": `corpus` cuts windows
+        warned = getattr(tokenizer, "deprecation_warnings", {})
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     except Exception as err:
         problem = err
     # Only now: for a hub id, the call above downloads them.

@@ -20,7 +20,8 @@ a later one reads would be missing. The last is tested on each model before it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,26 +51,22 @@ class Recording:
         def keep(module: nn.Module, _: Any, output: Any) -> None:
             self.outputs[module] = output
 
-        def begins(block: Block) -> Any:
-            entry = self.model.get_submodule(block.entry)
-            return entry.register_forward_pre_hook(
-                lambda *_: self.done.__setitem__(block, set(self.outputs))
-            )
-
-        handles = [module.register_forward_hook(keep) for module in modules]
-        handles += [begins(block) for block in self.before]
-        try:
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(module.register_forward_hook(keep))
+            for block in self.before:
+                entry = self.model.get_submodule(block.entry)
+                begins = partial(self._begins, block)
+                stack.enter_context(entry.register_forward_pre_hook(begins))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    @contextmanager
-    def resumed(self, block: Block) -> Iterator[None]:
+    def _begins(self, block: Block, *_: Any) -> None:
+        self.done[block] = set(self.outputs)
+
+    def resumed(self, block: Block) -> AbstractContextManager[None]:
         """Inside, a forward of the same inputs starts at this block."""
         done = self.done[block]
-        with answering({m: self.outputs[m] for m in self.before[block] if m in done}):
-            yield
+        return answering({m: self.outputs[m] for m in self.before[block] if m in done})
 
     def problem(self, run: Callable[[], Tensor]) -> str | None:
         """Why `run` cannot be resumed at each block, the block unchanged; None if it gives the same
@@ -78,17 +75,16 @@ class Recording:
             want = run()
         try:
             for block in self.before:
-                name = f"block {block.index} ({block.path})"
                 module = as_module(self.model, block)
                 with self.resumed(block), swapped(self.model, {block: module}):
                     states = run()
                 if states.shape != want.shape:
-                    return f"{name}: resumed there, states have shape {tuple(states.shape)}"
+                    return f"{block}: resumed there, states have shape {tuple(states.shape)}"
                 if not torch.equal(states, want):
                     off = float((states - want).abs().max())
-                    return f"{name}: resumed there, states differ by up to {off:.2g}"
+                    return f"{block}: resumed there, states differ by up to {off:.2g}"
         except Exception as err:  # whatever a family's forward raises: the full model still runs
-            return f"{name}: resumed there, {type(err).__name__}: {one_line(err, 160)}"
+            return f"{block}: resumed there, {type(err).__name__}: {one_line(err, 160)}"
         finally:
             self.outputs.clear()
         return None

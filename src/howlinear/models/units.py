@@ -39,20 +39,29 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
     with torch.no_grad():
         every, got = hidden_units(model, block)(x), made(x)
     if not bool(every.isfinite().all()):
-        raise ValueError(f"{_name(block)} has hidden units that are not finite")
+        raise ValueError(f"{block} has hidden units that are not finite")
     close = 8 * block.d_in * torch.finfo(weight.dtype).eps * every.abs().max()  # of a dot product
     if not torch.allclose(got, every[:, list(units)], rtol=0, atol=float(close)):
-        raise ValueError(f"{_name(block)} mixes its hidden units before the last projection")
+        raise ValueError(f"{block} mixes its hidden units before the last projection")
     return made
 
 
 def hidden_units(model: nn.Module, block: Block) -> nn.Module:
     """x -> all hidden units, by a copy of the block without hooks that shares its weights."""
-    if block.down is None:
-        raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
-    down = attrgetter(block.down)(model)
+    down, steps = _parts(model, block)
     through = {down: _Through(weight_of(down))}
-    return Chain([rebuilt(attrgetter(path)(model), through) for path in block.steps])
+    return Chain([rebuilt(step, through) for step in steps])
+
+
+def _parts(model: nn.Module, block: Block) -> tuple[nn.Module, list[Any]]:
+    """The block's last projection and its steps."""
+    if block.down is None:
+        raise ValueError(f"{block} has no hidden units of its own: experts, or not known")
+    try:
+        down, *steps = [attrgetter(path)(model) for path in (block.down, *block.steps)]
+    except AttributeError as error:  # swapped out at the moment
+        raise ValueError(f"{block} has no hidden units: {error}") from None
+    return down, steps
 
 
 def hidden_count(model: nn.Module, block: Block) -> int:
@@ -64,21 +73,13 @@ def hidden_count(model: nn.Module, block: Block) -> int:
 def writes(model: nn.Module, block: Block) -> Tensor | None:
     """(m,) squared norms of each hidden unit's column of the last projection; None where units
     cannot be computed alone."""
-    with resident([attrgetter(path)(model) for path in block.steps if _there(model, path)]):
-        try:
-            taken(model, block, [0])
-        except ValueError:
-            return None
-        down = attrgetter(str(block.down))(model)
-        return weight_of(down).detach().cpu().double().square().sum(0)
-
-
-def _there(model: nn.Module, path: str) -> bool:
     try:
-        attrgetter(path)(model)
-    except AttributeError:  # swapped out at the moment
-        return False
-    return True
+        down, steps = _parts(model, block)
+        with resident(steps):
+            taken(model, block, [0])
+            return weight_of(down).detach().cpu().double().square().sum(0)
+    except ValueError:
+        return None
 
 
 def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
@@ -119,15 +120,10 @@ def sink_units(
 
 
 def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
-    if block.down is None:
-        raise ValueError(f"{_name(block)} has no hidden units of its own: experts, or not known")
-    try:
-        down, *steps = [attrgetter(path)(model) for path in (block.down, *block.steps)]
-    except AttributeError as error:  # swapped out at the moment
-        raise ValueError(f"{_name(block)} has no hidden units: {error}") from None
+    down, steps = _parts(model, block)
     m = weight_of(down).shape[1]
     if not all(0 <= u < m for u in units.tolist()):
-        raise ValueError(f"{_name(block)} has {m} hidden units, not {units.tolist()}")
+        raise ValueError(f"{block} has {m} hidden units, not {units.tolist()}")
     narrow: dict[nn.Module, nn.Module] = {down: _Through(weight_of(down))}
     for step in steps:
         for module in step.modules() if isinstance(step, nn.Module) else ():
@@ -135,7 +131,7 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
             if module is down or shape is None:
                 continue
             if shape[1] not in (m, 2 * m):
-                raise ValueError(f"{_name(block)} has a projection to {shape[1]}, not to {m} units")
+                raise ValueError(f"{block} has a projection to {shape[1]}, not to {m} units")
             rows = torch.cat([units + start for start in range(0, shape[1], m)])  # 2 m: gate and up
             weight, bias = weight_of(module), getattr(module, "bias", None)
             linear = nn.Linear(shape[0], len(rows), bias=bias is not None, device="meta")
@@ -166,12 +162,8 @@ def rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
     if step in narrow:
         return narrow[step]
     twin = copy.copy(step)
-    twin.__dict__ = {
-        **step.__dict__,
-        "_modules": {},
-        "_forward_hooks": {},
-        "_forward_pre_hooks": {},
-    }
+    fresh: dict[str, Any] = {"_modules": {}, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+    twin.__dict__ = {**step.__dict__, **fresh}
     twin.__dict__.pop("forward", None)  # a wrapper (accelerate's) is bound to the original
     for name, child in step._modules.items():
         twin._modules[name] = None if child is None else rebuilt(child, narrow)
@@ -187,7 +179,3 @@ def weight_of(projection: nn.Module) -> Tensor:
     if tuple(weight.shape) != (shape if conv1d else shape[::-1]):
         raise ValueError(f"{type(projection).__name__} keeps its weights in an unknown layout")
     return weight.t() if conv1d else weight
-
-
-def _name(block: Block) -> str:
-    return f"block {block.index} ({block.path})"
