@@ -12,7 +12,7 @@ import tiny
 from howlinear import Affine, blocks
 from howlinear.cli.tables.bench import show_bench
 from howlinear.export.install import install_maps
-from howlinear.losses import flops, speed
+from howlinear.losses import speed
 from howlinear.losses.speed import (
     Speed,
     SpeedComparison,
@@ -146,7 +146,7 @@ def test_multiply_adds_of_eager_attention_are_those_of_the_whole_square():
 def test_experts_are_counted():
     model, c = tiny.model("mixtral"), tiny.model("mixtral").config
     with torch.no_grad():
-        count = flops.multiply_adds(
+        count = speed.multiply_adds(
             lambda: as_module(model, blocks(model)[0])(torch.randn(1, 10, c.hidden_size))
         )
     expert = 3 * c.hidden_size * c.intermediate_size

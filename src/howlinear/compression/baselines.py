@@ -8,8 +8,7 @@ from pathlib import Path
 from howlinear.compression.measuring import Losses
 from howlinear.compression.prices import Sizes
 from howlinear.compression.refitting import Refitter
-from howlinear.losses.sweeps import Replacement
-from howlinear.models.families import Block
+from howlinear.models.families import Block, Replacement
 from howlinear.profiling.profiler import Profile
 from howlinear.records.files import read_json
 

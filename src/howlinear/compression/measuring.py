@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
-from howlinear.losses.sweeps import Replacement, Variant, sweep
-from howlinear.models.families import Block
+from howlinear.losses.sweeps import Variant, sweep
+from howlinear.models.families import Block, Replacement
 from howlinear.models.forward import WindowsLike
 from howlinear.models.hooks import swapped
 from howlinear.run.work import Work

@@ -10,7 +10,7 @@ swapped one are computed once. See `perplexity` for how a difference gets its st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from howlinear.linear.rows import Rows
 from howlinear.losses.perplexity import Comparison, Loss, Reference, TokenScores, reference
 from howlinear.losses.protocols import EvalProtocol, ScoredBatch, protocol_of, scored_batches
 from howlinear.losses.readout import Readout, chunks
-from howlinear.models.families import Block, blocks
+from howlinear.models.families import Block, Replacement, blocks
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows, run_rows
 from howlinear.models.hooks import swapped, tap
 from howlinear.models.recording import Recording
@@ -33,7 +33,6 @@ from howlinear.run.work import Advance, Work
 
 ROOM = 2**26  # logits of the original model that are kept to compare variants with
 
-Replacement = Callable[[Tensor], Tensor]
 Variant = tuple[Block, Replacement]
 
 
@@ -112,14 +111,13 @@ def sweep(
     Progress is in tokens of all variants. Of several ranks each runs some of the batches; all get
     the whole result. `resume=False` runs every layer for every variant: the slow reference.
     """
-    for block, replacement in variants:
-        check_widths(block, replacement)
+    _check_widths(variants)
     work, protocol, readout = work or Work(), protocol_of(windows, protocol), Readout(model)
     at = list(dict.fromkeys(block for block, _ in variants))
     recording = Recording(model, at)
     problem = _problem(recording, readout) if resume else None
     resumed = resume and problem is None
-    scores = [(TokenScores(), _Errors(_norm(model, block))) for block, _ in variants]
+    scores = [(TokenScores(), _Errors(model, block)) for block, _ in variants]
     advance = work.begin(label, _tokens(windows) * len(variants) // work.ranks.count)
     size = max(1, min(work.batch_size, ROOM // (readout.vocabulary * protocol.length)))
     for number, batch in enumerate(scored_batches(windows, protocol, size)):
@@ -161,10 +159,9 @@ def map_errors(
     work: Work | None = None,
 ) -> list[SwapCost]:
     """How far each replacement is from its block, for models that predict no next token."""
-    for block, replacement in variants:
-        check_widths(block, replacement)
+    _check_widths(variants)
     work, maps = work or Work(), dict(variants)
-    errors = {block: _Errors(_norm(model, block)) for block in maps}
+    errors = {block: _Errors(model, block) for block in maps}
 
     def receive(_: Batch, block: Block, rows: Rows) -> None:
         errors[block].update(rows, maps[block](rows.x))
@@ -191,24 +188,21 @@ def _parts(batch: ScoredBatch, readout: Readout) -> Iterator[slice]:
     return chunks(int(batch.counted.sum()), readout.vocabulary)
 
 
-def check_widths(block: Block, replacement: Replacement) -> None:
-    widths = [getattr(replacement, name, None) for name in ("d_in", "d_out")]
-    if None not in widths and widths != [block.d_in, block.d_out]:
-        raise ValueError(
-            f"the map of {block} takes {widths[0]} to {widths[1]}, "
-            f"the block {block.d_in} to {block.d_out}: a map of another model?"
-        )
-
-
-def _norm(model: nn.Module, block: Block) -> nn.Module | None:
-    return model.get_submodule(block.out_norm) if block.out_norm else None
+def _check_widths(variants: Sequence[Variant]) -> None:
+    for block, replacement in variants:
+        widths = [getattr(replacement, name, None) for name in ("d_in", "d_out")]
+        if None not in widths and widths != [block.d_in, block.d_out]:
+            raise ValueError(
+                f"the map of {block} takes {widths[0]} to {widths[1]}, "
+                f"the block {block.d_in} to {block.d_out}: a map of another model?"
+            )
 
 
 class _Errors:
     """How far a replacement is from its block, summed over the rows it is run on."""
 
-    def __init__(self, out_norm: nn.Module | None) -> None:
-        self.out_norm = out_norm
+    def __init__(self, model: nn.Module, block: Block) -> None:
+        self.out_norm = model.get_submodule(block.out_norm) if block.out_norm else None
         # rows, elements, cosines, squared errors, squared errors over the stream's squared norm
         self.sums = torch.zeros(5, dtype=torch.float64)
 

@@ -172,8 +172,7 @@ def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, 
 
 def _by_number(label: str) -> list[Any]:
     """checkpoint-500 before checkpoint-1000."""
-    parts = re.split(r"(\d+)", label)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", label)]
 
 
 def builtin_path() -> Path:
@@ -425,17 +424,14 @@ def _device(device: str) -> Any:
     }
     if device == "auto":
         device = next(kind for kind, count in present.items() if count)
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        chosen = None
-    if chosen is None or chosen.type not in present:
+    kind, _, number = device.partition(":")
+    if kind not in present or not (number or "0").isdecimal():
         raise ValueError(f"unknown device {device}: --device takes {', '.join(DEVICES)}")
-    if (chosen.index or 0) >= (count := present[chosen.type]):
+    if int(number or 0) >= present[kind]:
         raise ValueError(
-            f"device {device} is not available ({count} of its kind): use --device cpu"
+            f"device {device} is not available ({present[kind]} of its kind): use --device cpu"
         )
-    return chosen
+    return torch.device(device)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from howlinear.linear.affine import Affine, UnitMap
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
-from howlinear.losses.sweeps import Replacement
-from howlinear.models.families import Block, blocks, depth_indices
+from howlinear.models.families import Block, Replacement, blocks, depth_indices
 from howlinear.models.forward import Batch, WindowsLike, run_rows
 from howlinear.models.units import taken
 from howlinear.profiling.profiler import Profile
