@@ -58,15 +58,11 @@ def evaluate(
     manager = _manager(tasks, task_manager, include_path, options.get("metadata"))
     wrapper = {name: options.pop(name) for name in WRAPPER if name in options}
     config: Any = model.config
+    wrapper |= {"tokenizer": _tokenizer(model, tokenizer), "batch_size": batch_size}
+    # by default chosen by model_type, which a compressed model does not share
+    wrapper["backend"] = "seq2seq" if config.is_encoder_decoder else "causal"
     with evaluating(model):
-        wrapped = hf.HFLM(
-            pretrained=model,
-            tokenizer=_tokenizer(model, tokenizer),
-            # by default chosen by model_type, which a compressed model does not share
-            backend="seq2seq" if config.is_encoder_decoder else "causal",
-            batch_size=batch_size,
-            **wrapper,
-        )
+        wrapped = hf.HFLM(pretrained=model, **wrapper)
         scores: dict[str, Any] = harness.simple_evaluate(
             model=wrapped,
             tasks=list(tasks),

@@ -113,17 +113,16 @@ def sweep(
     """
     _check_widths(variants)
     work, protocol, readout = work or Work(), protocol_of(windows, protocol), Readout(model)
-    at = list(dict.fromkeys(block for block, _ in variants))
-    recording = Recording(model, at)
-    problem = _problem(recording, readout) if resume else None
-    resumed = resume and problem is None
+    recording = Recording(model, [block for block, _ in variants])
+    note = _why_whole(recording, readout) if resume else ""
+    resumed = resume and not note
     scores = [(TokenScores(), _Errors(model, block)) for block, _ in variants]
     advance = work.begin(label, _tokens(windows) * len(variants) // work.ranks.count)
     size = max(1, min(work.batch_size, ROOM // (readout.vocabulary * protocol.length)))
     for number, batch in enumerate(scored_batches(windows, protocol, size)):
         if not work.ranks.mine(number):
             continue
-        rows, originals = _original(model, readout, recording, batch, at)
+        rows, originals = _original(readout, recording, batch)
         for (block, replacement), (score, error) in zip(variants, scores, strict=True):
             watched = error.watching(replacement, rows[block])
             before = recording.resumed(block) if resumed else nullcontext()
@@ -136,14 +135,15 @@ def sweep(
     for (block, _), (score, error) in zip(variants, scores, strict=True):
         score.sums = work.ranks.sum(score.sums)
         costs.append(SwapCost(block, score.comparison(protocol), *error.means(work.ranks)))
-    note = f"every swap ran the whole model, since it could not be resumed: {problem}"
-    return Sweep(costs, resumed, note if problem else "")
+    return Sweep(costs, resumed, note)
 
 
-def _problem(recording: Recording, readout: Readout) -> str | None:
-    """Why the model cannot be resumed at the blocks, tested on a few tokens."""
+def _why_whole(recording: Recording, readout: Readout) -> str:
+    """Why the model cannot be resumed at the blocks, tested on a few tokens; "" where it can."""
     probe = {"input_ids": torch.arange(10, 14)[None] % readout.vocabulary}
-    return recording.problem(lambda: readout.states(probe))
+    problem = recording.problem(lambda: readout.states(probe))
+    why = f"every swap ran the whole model, since it could not be resumed: {problem}"
+    return why if problem else ""
 
 
 def _tokens(windows: WindowsLike) -> int:
@@ -171,11 +171,12 @@ def map_errors(
 
 
 def _original(
-    model: nn.Module, readout: Readout, recording: Recording, batch: ScoredBatch, at: list[Block]
+    readout: Readout, recording: Recording, batch: ScoredBatch
 ) -> tuple[dict[Block, Rows], list[Reference]]:
     """The blocks' rows and the unchanged model's predictions of one batch."""
     rows: dict[Block, Rows] = {}
-    with recording.recording(), tap(model, rows.__setitem__, at=at):
+    at = list(recording.before)
+    with recording.recording(), tap(recording.model, rows.__setitem__, at=at):
         states = batch.rows(readout.states(batch.inputs))
     targets, window = batch.targets, batch.window
     return rows, [

@@ -254,7 +254,7 @@ def _check(mixture: Mixture, fused: nn.Module, rows: Rows, pairs: _Pairs) -> Non
         return
     worst = float((off / size).nan_to_num(math.inf).max())
     raise RuntimeError(
-        f"block {mixture.block.index} ({mixture.path}): its experts, asked one by one, do not add up "
+        f"{mixture.fused}: its experts, asked one by one, do not add up "
         f"to what the layer computed, {worst:.2g} times further off than rounding explains; if this is "
         'the implementation of the experts, try model.set_experts_implementation("eager")'
     )
@@ -324,7 +324,7 @@ class _Checked(nn.Module):
     def __init__(self, mixture: Mixture, key: Expert, run: Replacement) -> None:
         super().__init__()
         self.run, self.d_out = run, mixture.expert(key).d_out
-        self.name = f"the map of expert {key} of block {mixture.block.index} ({mixture.path})"
+        self.name = f"the map of expert {key} of {mixture.fused}"
 
     def forward(self, x: Tensor) -> Tensor:
         return of_width(self.d_out, x, self.run(x), self.name)

@@ -62,11 +62,8 @@ def load(
     which leaves every weight on disk until its module runs; then `device` is where modules run.
     Weights that cannot stay in the checkpoint's own files are written to `offload_folder`.
     """
-    from howlinear.models.offload import run_on
-
-    dtype, target = _dtype(dtype), _device(device)
-    if target.type == "mps" and str(dtype) == "torch.float64":
-        raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
+    dtype = _dtype(dtype)
+    target = _device(device, dtype)
     source = _locate(name, revision, trust_remote_code)
     header = ggufs.read_header(source.gguf) if source.gguf else {}
     with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
@@ -82,14 +79,7 @@ def load(
     model.config._commit_hash = source.commit
     model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
     model.requires_grad_(False).eval()
-    if device_map == "disk":
-        run_on(model, target)
-    elif device_map is None:
-        try:
-            model.to(target)
-        except RuntimeError as err:
-            cause = f"{source.label} does not fit on device {device} ({one_line(err)})"
-            raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
+    _move(model, target, device_map, source.label)
     return model, tokenizer
 
 
@@ -414,7 +404,7 @@ def _dtype(dtype: Any) -> Any:
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
-def _device(device: str) -> Any:
+def _device(device: str, dtype: Any) -> Any:
     import torch
 
     present = {
@@ -431,7 +421,22 @@ def _device(device: str) -> Any:
         raise ValueError(
             f"device {device} is not available ({present[kind]} of its kind): use --device cpu"
         )
+    if kind == "mps" and dtype == torch.float64:
+        raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
     return torch.device(device)
+
+
+def _move(model: Any, device: Any, device_map: str | None, label: str) -> None:
+    from howlinear.models.offload import run_on
+
+    try:
+        if device_map is None:
+            model.to(device)
+        elif device_map == "disk":
+            run_on(model, device)
+    except RuntimeError as err:
+        cause = f"{label} does not fit on device {device} ({one_line(err)})"
+        raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
 
 
 @contextmanager
