@@ -6,6 +6,7 @@
 import math
 from dataclasses import dataclass, fields
 
+from howlinear.cli.probe import show_probes
 from howlinear.cli.tables.bench import show_bench
 from howlinear.cli.tables.compare import show_comparison
 from howlinear.cli.tables.compress import show_compression
@@ -15,7 +16,6 @@ from howlinear.cli.tables.control import (
     show_random_init,
     show_training,
 )
-from howlinear.cli.tables.probe import show_probes
 from howlinear.cli.tables.profile import show_profile, show_shard
 from howlinear.cli.tables.swap import show_expert_swaps, show_swaps
 from howlinear.records.fields import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command import COMMAND, run
-from howlinear.cli import measuring
+from howlinear.cli.profile import check_room
 from howlinear.models.families import Block
 from howlinear.profiling.needs import moments_bytes
 from howlinear.run import room
@@ -137,10 +137,10 @@ def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
     with pytest.raises(
         ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
     ):
-        measuring.check_room(2 * 10**9, 1, Path("x"))
+        check_room(2 * 10**9, 1, Path("x"))
     with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
-        measuring.check_room(1, 10**18, Path("x"))
-    measuring.check_room(1, 1, Path("x"))
+        check_room(1, 10**18, Path("x"))
+    check_room(1, 1, Path("x"))
 
 
 def test_what_is_stated_is_what_it_takes(small_run):

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import shown
-from howlinear.cli.tables import printer
+from howlinear.cli import printer
 from howlinear.cli.tables.profile import modules
 from howlinear.records import words
 from howlinear.records.escaping import escaped, spelled

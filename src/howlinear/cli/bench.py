@@ -8,9 +8,9 @@ from typer import Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, print_json
+from howlinear.cli.printer import terminal_console
 from howlinear.cli.sources import Loader, window_length
 from howlinear.cli.tables.bench import show_bench
-from howlinear.cli.tables.printer import terminal_console
 
 Against = Annotated[
     str | None,

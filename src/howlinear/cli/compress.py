@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import show
 from howlinear.cli.progress import progress_bars, say
-from howlinear.cli.sources import PARTS, Loader, RunSource, window_length
+from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.cli.tables.compress import show_compression
 from howlinear.run import room
-
-
-class Export(StrEnum):
-    hf = "hf"
-    narrow = "narrow"
-    nemotron_nas = "nemotron-nas"
-
 
 Out = Annotated[Path | None, Option("--out", "-o", help="Folder to write the smaller model to.")]
 MaxIncrease = Annotated[
@@ -39,8 +31,8 @@ Rank = Annotated[
 KeepUnits = Annotated[
     str, Option(help="Hidden units that each replaced block keeps: auto or a number.")
 ]
-ExportKind = Annotated[
-    Export,
+Export = Annotated[
+    Literal["hf", "narrow", "nemotron-nas"],
     Option(help="Kind of checkpoint. narrow, nemotron-nas: for engines without remote code."),
 ]
 AddBiases = Annotated[bool, Option("--add-biases", help="With narrow: enable the family's biases.")]
@@ -64,7 +56,7 @@ def compress(
     plan: PlanFile = None,
     rank: Rank = "auto",
     keep_units: KeepUnits = "auto",
-    export: ExportKind = Export.hf,
+    export: Export = "hf",
     add_biases: AddBiases = False,
     tokens: Tokens = 4096,
     curve: Curve = None,
@@ -76,37 +68,42 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
+    from howlinear.compression.compress import CompressSettings, compress_model
+    from howlinear.export.write import check_exportable, check_free, write_export
+
     source = RunSource(run)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
     settings = _settings(rank, keep_units, curve, export)
     if out is None and not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
-
-    from howlinear.export.write import check_exportable, check_free, write_export
-
     if out is not None:
         check_free(out)
-    net, tokenizer = source.load(Loader(device, trust_remote_code, allow_pickle))
+    net = source.load(Loader(device, trust_remote_code, allow_pickle))
     if not dry_run:
-        check_exportable(net, export.value, add_biases)
-    result, report = _compressed(
-        source, net, tokenizer, tokens, amount, settings | {"baselines": baselines}
-    )
+        check_exportable(net, export, add_biases)
+    cut, texts = source.protocol(), {"fit": source.fit_windows()}
+    for part in ("choose", "report"):
+        texts[part], _ = source.held_out(part, cut, tokens)
+    _check_memory(net, source.blocks(), texts["fit"].numel())
+    amount["settings"] = CompressSettings(protocol=cut, baselines=baselines, **settings)
+    with progress_bars() as begin:
+        result = compress_model(net, run, **texts, **amount, progress=begin)
+    result.about.update(source.about(*PARTS))
     where = run / "compress.json"
     if out is not None and not dry_run:
         say(f"writing {out}")
-        model = source.asked["model"]
-        write_export(net, tokenizer, result, out, export.value, model, report, add_biases)
+        model, report = source.asked["model"], texts["report"]
+        write_export(net, source.tokenizer, result, out, export, model, report, add_biases)
         where = out
     source.folder.write(result.plan_dict())
     source.folder.write(result.to_dict())
     show(result, show_compression, where, as_json)
 
 
-def _settings(rank: str, keep_units: str, curve: str | None, export: Export) -> dict[str, Any]:
+def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
     """Fields of `CompressSettings`."""
     shares = [flags.share_of(part, "--curve") for part in curve.split(",")] if curve else ()
-    if export is Export.nemotron_nas:  # has no place for biases, factors and units
+    if export == "nemotron-nas":  # has no place for biases, factors and units
         return {"curve": shares, "rank": "full", "units": 0, "intercept": False}
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
@@ -139,41 +136,11 @@ def _amount(
     return {"budget": budget, "plan": chosen, "at": blocks}
 
 
-def _compressed(
-    source: RunSource,
-    net: Any,
-    tokenizer: Any,
-    tokens: int,
-    amount: dict[str, Any],
-    settings: dict[str, Any],
-) -> tuple[Any, Any]:
-    """The compression, and the windows that it is reported on."""
-    from howlinear.compression.compress import CompressSettings, compress_model
-    from howlinear.losses.protocols import EvalProtocol, held_out_tokens
-
-    fit = source.fit_windows(tokenizer)
-    cut = EvalProtocol.parse(f"windows-{window_length(net, tokenizer, 128)}")
-    choose, report = (
-        held_out_tokens(part(), tokenizer, cut, tokens, source.bos)[0]
-        for part in (source.text.choose, source.text.report)
-    )
-    _check_memory(net, source, fit.numel())
-    amount |= {"settings": CompressSettings(protocol=cut, **settings)}
-    texts = {"fit": fit, "choose": choose, "report": report}
-    with progress_bars() as begin:
-        result = compress_model(net, source.folder.folder, **amount, **texts, progress=begin)
-    result.about.update(source.about(*PARTS))
-    return result, report
-
-
-def _check_memory(net: Any, source: RunSource, tokens: int) -> None:
+def _check_memory(net: Any, at: list[Any], tokens: int) -> None:
     """Report the memory of a fit that runs the whole text at once, and refuse too much."""
     from howlinear.compression.refitting import memory
     from howlinear.models.units import hidden_count
-    from howlinear.profiling.profiler import Profile
-    from howlinear.swapping.maps import match
 
-    at = [b for b, _ in match(net, Profile.load(source.folder.folder), None)]
     needed = memory(at, {b: hidden_count(net, b) for b in at}, tokens)
     subject = f"fitting on {tokens} tokens at once needs"
     room.check_memory(needed, subject, "profile fewer --tokens")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,17 +74,12 @@ def random_init(
     """Compare the trained profile with untrained models of the same architecture and windows."""
     from howlinear.controls.random_init import random_init as measure
 
-    subject = _Subject.of(model, text_file, tokens, max_length, folds)
+    subject = _Subject(model, text_file, tokens, max_length, folds)
     net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
-    options: dict[str, Any] = {
-        "seeds": seeds,
-        "shuffled": shuffled,
-        "at": blocks,
-        "folds": subject.folds,
-    }
+    options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
-        work = subject.work(batch_size, begin)
-        result = measure(net, ids, trained=subject.trained(blocks), work=work, **options)
+        options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
+        result = measure(net, ids, trained=subject.trained(blocks), **options)
     subject.write(result, show_random_init, net, out, as_json)
 
 
@@ -110,7 +104,7 @@ def matched(
     from howlinear.controls.matched import matched as measure
     from howlinear.controls.matched import memory
 
-    subject = _Subject.of(model, text_file, tokens, max_length, folds)
+    subject = _Subject(model, text_file, tokens, max_length, folds)
     net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
     _check_sums(memory(blocks_of(net, blocks), subject.folds), "measure fewer --blocks at a time")
     with progress_bars() as begin:
@@ -141,7 +135,7 @@ def cross_feed(
     from howlinear.controls.cross_feed import depth_pairs, memory
     from howlinear.models import loading
 
-    a, b = (_Subject.of(m, text_file, tokens, max_length, folds) for m in (model_a, model_b))
+    a, b = (_Subject(m, text_file, tokens, max_length, folds) for m in (model_a, model_b))
     loader = Loader(device, trust_remote_code, allow_pickle)
     net_a, ids_a = a.load_decoder(loader)
     b.read_text_of(a, ids_a.shape[1])
@@ -177,13 +171,11 @@ def checkpoints(
     from howlinear.models import loading
 
     stages = loading.checkpoints(model, revisions.split(",") if revisions else None)
-    subject = _Subject.of(model, text_file, tokens, max_length, folds)
-    settings: dict[str, Any] = {
-        "model": model,
-        "text": [subject.text.name, subject.text.fingerprint()],
-    }
-    settings |= {"tokens": tokens, "max_length": max_length, "folds": folds, "blocks": blocks}
-    folder = RunFolder(out or Path("runs") / f"{flags.slug(model)}-control")
+    subject = _Subject(model, text_file, tokens, max_length, folds)
+    text = [subject.text.name, subject.text.fingerprint()]
+    settings: dict[str, Any] = {"model": model, "text": text, "tokens": tokens}
+    settings |= {"max_length": max_length, "folds": folds, "blocks": blocks}
+    folder = RunFolder(out) if out else _folder(model)
     result = subject.ranks.share(read_training(folder.path(TRAINING), settings))
     for label in [label for label in stages if label not in result.measured]:
         subject.name, subject.revision = stages[label]
@@ -199,44 +191,36 @@ def checkpoints(
     subject.ranks.stop()
 
 
-@dataclass
 class _Subject:
     """A model and a text by name, or those of a run with the run's settings."""
 
-    name: str | None
-    text: Any
-    tokens: int | None
-    length: int
-    folds: int
-    bos: str = "auto"
+    bos = "auto"
     revision: str | None = None
     source: RunSource | None = None
-    ranks: Any = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, name: str | None, text_file: str | None, tokens: int | None, length: int, folds: int
+    ) -> None:
+        from howlinear.models import corpus
         from howlinear.run.ranks import Ranks
 
+        self.name, self.tokens, self.length, self.folds = name, tokens, length, folds
+        if name and RunFolder(name).has("profile"):
+            self._read_run(name, text_file)
+        else:
+            self.text = corpus.open_text(text_file)
         self.ranks = Ranks.start()
 
-    @classmethod
-    def of(
-        cls, name: str | None, text_file: str | None, tokens: int | None, length: int, folds: int
-    ) -> _Subject:
-        """From flags; `name` may be a run folder."""
-        from howlinear.models import corpus
-
-        if not (name and RunFolder(name).has("profile")):
-            return cls(name, corpus.open_text(text_file), tokens, length, folds)
+    def _read_run(self, run: str, text_file: str | None) -> None:
         if text_file:
-            raise ValueError(f"{name} determines the text: drop --text-file, or name a model")
-        source = RunSource(Path(name))
-        settings, request = source.settings, source.asked
-        if settings.get("protocol") != "default":
-            raise ValueError(f"{name} follows the paper's split, which has no folds: name a model")
-        measured = (settings["tokens"], settings["window"], settings["folds"])
-        return cls(
-            request["model"], source.text, *measured, source.bos, request["revision"], source
-        )
+            raise ValueError(f"{run} determines the text: drop --text-file, or name a model")
+        self.source = source = RunSource(Path(run))
+        if source.settings.get("protocol") != "default":
+            raise ValueError(f"{run} follows the paper's split, which has no folds: name a model")
+        self.name, self.revision = source.asked["model"], source.asked["revision"]
+        self.text, self.bos = source.text, source.bos
+        measured = (source.settings[name] for name in ("tokens", "window", "folds"))
+        self.tokens, self.length, self.folds = measured
 
     def read_text_of(self, other: _Subject, length: int) -> None:
         """Read the text of another subject in the same windows."""
@@ -255,7 +239,7 @@ class _Subject:
         from howlinear.models import corpus
 
         if self.source is not None:
-            net, tokenizer = self.source.load(loader)
+            net, tokenizer = self.source.load(loader), self.source.tokenizer
         else:
             net, tokenizer = loader.load(self.name, label, revision=self.revision)
         length = window_length(net, tokenizer, self.length)
@@ -297,9 +281,13 @@ class _Subject:
             corpus={"name": self.text.name, "fingerprint": self.text.fingerprint()},
             **made_by(),
         )
-        folder = self.source.folder.folder if self.source else None
-        folder = out or folder or Path("runs") / f"{flags.slug(self.name)}-control"
-        show(result, show_table, RunFolder(folder).write(result.to_dict()), as_json)
+        folder = self.source.folder if self.source else _folder(self.name)
+        folder = RunFolder(out) if out else folder
+        show(result, show_table, folder.write(result.to_dict()), as_json)
+
+
+def _folder(model: str | None) -> RunFolder:
+    return RunFolder(Path("runs") / f"{flags.slug(model)}-control")
 
 
 def _check_sums(needed: int, way_out: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import howlinear
+from howlinear.cli.printer import terminal_console, write_whole
 from howlinear.cli.progress import follows
-from howlinear.cli.tables.printer import terminal_console, write_whole
 
 
 def show(result: Any, show_table: Callable[..., None], where: Path | None, as_json: bool) -> None:

@@ -5,47 +5,24 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
 import howlinear
 from howlinear.cli import flags
-from howlinear.cli.measuring import Measurement, extent, start_of
 from howlinear.cli.output import made_by, print_json, show
-from howlinear.cli.progress import follows, say
-from howlinear.cli.sources import Loader
+from howlinear.cli.printer import terminal_console, write
+from howlinear.cli.progress import follows, progress_bars, say
+from howlinear.cli.sources import Loader, window_length
 from howlinear.cli.tables.compare import show_comparison
-from howlinear.cli.tables.printer import terminal_console, write
 from howlinear.cli.tables.profile import show_profile, show_shard
+from howlinear.run import room
 from howlinear.run.folder import RunFolder
 
-
-class Protocol(StrEnum):
-    default = "default"
-    paper = "paper"
-
-
-class Solver(StrEnum):
-    moments = "moments"
-    tsqr = "tsqr"
-
-
-class Precision(StrEnum):
-    float64 = "float64"
-    mixed = "mixed"
-
-
-class DeviceMap(StrEnum):
-    auto = "auto"
-
-
-class Bos(StrEnum):
-    auto = "auto"
-    always = "always"
-    never = "never"
+SMALLER = "lower --folds (2 at least) or measure fewer --blocks at a time"
 
 
 Out = Annotated[
@@ -63,24 +40,28 @@ Corpus = Annotated[
     ),
 ]
 MaxLength = Annotated[int | None, Option(help="Window length in tokens; 512 by default.", min=2)]
-ProtocolName = Annotated[
-    Protocol,
+Protocol = Annotated[
+    Literal["default", "paper"],
     Option(
         help="paper: 15000 tokens in windows of 128, one 80/20 split, no BOS; WikiText-2's rows "
         "joined as in the paper."
     ),
 ]
-SolverName = Annotated[
-    Solver, Option(help="How rows are accumulated; tsqr is slower and more precise.")
+Solver = Annotated[
+    Literal["moments", "tsqr"],
+    Option(help="How rows are accumulated; tsqr is slower and more precise."),
 ]
-PrecisionName = Annotated[
-    Precision,
+Precision = Annotated[
+    Literal["float64", "mixed"],
     Option(
         help="mixed: float32 products and float64 sums, for devices without fast float64; the "
         "difference is measured and reported."
     ),
 ]
-StartToken = Annotated[Bos, Option(help="Begin each window with BOS; auto: as the tokenizer does.")]
+Bos = Annotated[
+    Literal["auto", "always", "never"],
+    Option(help="Begin each window with BOS; auto: as the tokenizer does."),
+]
 Shard = Annotated[
     str | None,
     Option(help="I/N: read part I of N of the text, counted from 0; `merge` adds the parts up."),
@@ -90,8 +71,8 @@ SaveEvery = Annotated[
     Option(help="Minutes between saves; an interrupted command resumes from the last save.", min=0),
 ]
 Revision = Annotated[str | None, Option(help="Revision of the model on the hub.")]
-Placement = Annotated[
-    DeviceMap | None,
+DeviceMap = Annotated[
+    Literal["auto"] | None,
     Option(help="auto: divide the model among GPUs, memory and disk (accelerate)."),
 ]
 Experts = Annotated[
@@ -122,18 +103,18 @@ def profile(
     tokens: flags.Tokens = None,
     max_length: MaxLength = None,
     folds: flags.Folds = 5,
-    protocol: ProtocolName = Protocol.default,
+    protocol: Protocol = "default",
     blocks: flags.Blocks = None,
-    solver: SolverName = Solver.moments,
-    precision: PrecisionName = Precision.float64,
-    bos: StartToken = Bos.auto,
+    solver: Solver = "moments",
+    precision: Precision = "float64",
+    bos: Bos = "auto",
     batch_size: flags.BatchSize = 8,
     shard: Shard = None,
     save_every: SaveEvery = 10.0,
     revision: Revision = None,
     dtype: flags.Dtype = "float32",
     device: flags.Device = "cpu",
-    device_map: Placement = None,
+    device_map: DeviceMap = None,
     experts: Experts = False,
     all_tokens: AllTokens = False,
     layerwise: Layerwise = False,
@@ -152,14 +133,14 @@ def profile(
     rows = ("all" if all_tokens else "routed") if experts else None
     request: dict[str, Any] = {"model": model, "revision": revision, "dtype": dtype}
     request |= {"tokens": tokens, "max_length": max_length, "folds": folds}
-    request |= {"protocol": protocol.value, "blocks": blocks, "solver": solver.value}
-    request |= {"precision": precision.value, "experts": rows, "layerwise": layerwise}
-    request |= {"device_map": device_map and device_map.value, "bos": bos.value, "seed": seed}
+    request |= {"protocol": protocol, "blocks": blocks, "solver": solver}
+    request |= {"precision": precision, "experts": rows, "layerwise": layerwise}
+    request |= {"device_map": device_map, "bos": bos, "seed": seed}
     request |= {"batch_size": batch_size, "device": device, "shard": list(flags.shard_of(shard))}
     if dry_run:
         _show_needs(request, trust_remote_code, as_json)
         return
-    if protocol is Protocol.paper and not (corpus or text_file or dataset):
+    if protocol == "paper" and not (corpus or text_file or dataset):
         text_file = "wikitext-rows"  # WikiText-2 as the paper reads it
     out = out or Path("runs") / flags.slug(model)
     source = [text_file, dataset, dataset_config, split, text_column]
@@ -212,17 +193,17 @@ def _profile_texts(
     if ranks.count > 1 and any(source[0] == "-" for source in sources.values()):
         raise ValueError("several processes cannot share one stdin: save the text (--text-file)")
     with _loaded(out / "partial" / str(ranks.rank), request, loader) as (net, tokenizer):
-        measurement = Measurement(net, howlinear.blocks(net, request["blocks"]), request, ranks)
-        length, tokens = extent(net, tokenizer, measurement.at, request)
+        at = howlinear.blocks(net, request["blocks"])
+        length, tokens = _extent(net, tokenizer, at, request)
         for folder, text in texts.items():
             say(f"{text.name}: " if several else "", end="")
-            ids = corpus.windows(text.fit, tokenizer, length, tokens=tokens, bos=start_of(request))
+            ids = corpus.windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
             text_request = request | {"text": sources[folder]}
             done = several and RunFolder(folder).holds("profile", text_request, text.fingerprint())
             if ranks.share(done):
                 say(f"{folder} is complete already")
                 continue
-            result = measurement.run(ids, folder, text, text_request, every)
+            result = _profile_text(net, at, ids, text, text_request, folder, every, ranks)
         if request["shard"][1] > 1:
             show(result, show_shard, folder, as_json)
         elif not several:
@@ -232,6 +213,104 @@ def _profile_texts(
             comparison.about.update(made_by())
             show(comparison, show_comparison, out, as_json)
     ranks.stop()
+
+
+def _profile_text(
+    net: Any,
+    at: Any,
+    ids: Any,
+    text: Any,
+    request: dict[str, Any],
+    folder: Path,
+    every: float,
+    ranks: Any,
+) -> Any:
+    """Measure one text and write a run, or a shard of one; save every so many seconds."""
+    from howlinear.models.loading import describe
+    from howlinear.profiling.gathering import Scope
+    from howlinear.profiling.passes import Course
+    from howlinear.run.saving import Saves
+
+    model = describe(net, request["model"], request["revision"])
+    corpus = {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
+    same = {"weights": model["weights"], "fingerprint": corpus["fingerprint"]}
+    versions = {"ranks": ranks.count, "howlinear": howlinear.__version__}
+    saves = Saves(folder, request | same | versions, every, ranks.rank)
+    values = (*same.values(), ids.shape, int(ids.sum()))
+    if any(other != values for other in ranks.gather(values)):
+        raise ValueError(
+            "the processes read different texts or models: start all with the same flags"
+        )
+    if saves.begun:
+        say(f"resuming the interrupted profile in {folder}")
+    names = ("batch_size", "solver", "precision", "seed", "layerwise")
+    options = {name: request[name] for name in names}
+    course = Course(ranks, shard=tuple(request["shard"]), saves=saves, **options)
+    scope = Scope(request["folds"], request["protocol"], request["experts"])
+    saves.together = _plan(net, at, ids, scope, course)
+    try:
+        result = _measured(net, at, ids, scope, replace(course, together=saves.together))
+    except KeyboardInterrupt:
+        if saves.begun:
+            say(f"the same command resumes from the last save in {folder}")
+        raise
+    result.settings.update(window=ids.shape[1], bos=_bos(request), batch_size=request["batch_size"])
+    result.about.update(model=model, **made_by(), corpus=corpus, asked=request)
+    if ranks.rank == 0:
+        result.save(folder)
+    saves.close()
+    return result
+
+
+def _plan(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> int:
+    """Report what the profile needs and refuse too much; how many blocks are measured at a time."""
+    from howlinear.profiling.gathering import with_experts
+    from howlinear.profiling.needs import plan_profile
+
+    every = with_experts(net, at, scope.experts)
+    needs, together = plan_profile(net, every, ids, scope.folds, course)
+    if needs.tokens < ids.numel():
+        say(f"{ids.numel()} tokens in all; here and of each process:")
+    for line in needs.lines():
+        say(line)
+    check_room(needs.moments, needs.disk, course.saves.folder)
+    if together < len(every):
+        say(f"moments of all {len(every)} blocks do not fit into memory: {together} at a time")
+    return together
+
+
+def check_room(memory: int, disk: int, out: Path) -> None:
+    """Refuse a profile that memory or disk cannot hold, before it starts."""
+    room.check_memory(memory, "moments need", SMALLER)
+    room.check_disk(disk, "the run needs", out, f"{SMALLER}, or name another place with -o")
+
+
+def _measured(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> Any:
+    """The profile, or the moments of a shard."""
+    from howlinear.profiling.profiler import profile
+    from howlinear.profiling.shards import profile_shard
+
+    with progress_bars() as begin:
+        course = replace(course, progress=begin)
+        if course.shard[1] > 1:
+            return profile_shard(net, ids, at=at, scope=scope, course=course)
+        return profile(net, ids, at=at, course=course, **vars(scope))
+
+
+def _extent(net: Any, tokenizer: Any, at: Any, request: dict[str, Any]) -> tuple[int, int]:
+    """Window length and number of tokens: those asked for, else those of the protocol."""
+    from howlinear.models.corpus import default_tokens
+
+    paper = request["protocol"] == "paper"
+    length = window_length(net, tokenizer, request["max_length"] or (128 if paper else 512))
+    tokens = 15_000 if paper else default_tokens(max(b.d_in for b in at))
+    return length, request["tokens"] or tokens
+
+
+def _bos(request: dict[str, Any]) -> str:
+    """How windows begin (`--bos`). The paper's have no BOS."""
+    paper = request["protocol"] == "paper" and request["bos"] == "auto"
+    return "never" if paper else str(request["bos"])
 
 
 @contextlib.contextmanager
@@ -245,7 +324,14 @@ def _loaded(partial: Path, request: dict[str, Any], loader: Loader) -> Iterator[
             say("packed weights are read whole: --layerwise bounds the memory of moments alone")
         device_map = None if packed else "disk"
     options = {"device_map": device_map, "offload_folder": offload}
-    yield loader.load(model, revision=request["revision"], dtype=request["dtype"], **options)
+    options |= {name: request[name] for name in ("revision", "dtype")}
+    net, tokenizer = loader.load(model, **options)
+    if net.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(net).__name__} reads {net.main_input_name}, not text: "
+            "call howlinear.profile from Python with batches of model inputs"
+        )
+    yield net, tokenizer
     if offload is not None:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -261,7 +347,7 @@ def _show_needs(request: dict[str, Any], trust_remote_code: bool, as_json: bool)
     options = {"revision": request["revision"], "dtype": request["dtype"]}
     net = loading.skeleton(request["model"], trust_remote_code=trust_remote_code, **options)
     at = with_experts(net, howlinear.blocks(net, request["blocks"]), request["experts"])
-    length, tokens = extent(net, None, at, request)
+    length, tokens = _extent(net, None, at, request)
     windows = max(1, -(-tokens // length // request["shard"][1]))
     settings = {name: request[name] for name in ("batch_size", "folds", "solver", "layerwise")}
     cost = profile_needs(net, at, windows=windows, length=length, **settings)

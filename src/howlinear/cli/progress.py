@@ -68,19 +68,3 @@ def progress_bars() -> Iterator[Progress]:
             return advance
 
         yield begin
-
-
-@contextlib.contextmanager
-def profile_bar(tokens: int) -> Iterator[Advance]:
-    """The bar of a profile, which solves for maps when all tokens are read."""
-    with progress_bars() as begin:
-        advance, left = begin("profiling", tokens), tokens
-
-        def done(count: int) -> None:
-            nonlocal left
-            left -= count
-            advance(count)
-            if left <= 0:
-                begin("solving", 0)
-
-        yield done

@@ -12,9 +12,9 @@ from typer import Argument, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import command_line, print_json
-from howlinear.cli.profile import Protocol, profile
+from howlinear.cli.printer import terminal_console, write
+from howlinear.cli.profile import profile
 from howlinear.cli.progress import follows, say
-from howlinear.cli.tables.printer import terminal_console, write
 from howlinear.cli.tables.reproduce import show_reproductions
 from howlinear.records import paper
 from howlinear.records.paper import Reproduction, reproduce_run
@@ -93,7 +93,7 @@ def _measure(name: str | None, out: Path | None, options: dict[str, Any]) -> Rep
     """Run `howlinear profile --protocol paper` without its table."""
     out = out or Path("runs") / f"reproduce-{name or flags.slug(None)}"
     with contextlib.redirect_stdout(io.StringIO()):
-        profile(None if name is None else _id(name), out=out, protocol=Protocol.paper, **options)
+        profile(None if name is None else _id(name), out=out, protocol="paper", **options)
     return reproduce_run(out)
 
 

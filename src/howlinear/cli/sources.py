@@ -1,14 +1,15 @@
 """Models and texts that commands read: by name, or those of a run.
 
 source = RunSource(run)                             # refused if its text has changed
-net, tokenizer = source.load(Loader("cuda"))        # refused if its model has changed
-windows = source.fit_windows(tokenizer)             # those that the run was fitted on
+net = source.load(Loader("cuda"))                   # refused if its model has changed
+windows = source.fit_windows()                      # those that the run was fitted on
+ids, n_bytes = source.held_out("report", source.protocol(), 4096)
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,18 @@ class Loader:
         """The model and its tokenizer. Each process of a machine has a GPU of its own."""
         from howlinear.models import loading
 
-        device = self.device
-        if device == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ:
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        options = asdict(self) | options
+        if self.device == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ:
+            options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         say(f"loading {label or model or 'the built-in model'}")
-        code: dict[str, Any] = {
-            "trust_remote_code": self.trust_remote_code,
-            "allow_pickle": self.allow_pickle,
-        }
-        return loading.load(model, device=device, **code, **options)
+        return loading.load(model, **options)
 
 
 class RunSource:
     """The text and the model of a run, refused if they are not what the run was made of."""
+
+    net: Any  # loaded by `load`
+    tokenizer: Any
 
     def __init__(self, run: Path) -> None:
         from howlinear.models import corpus
@@ -55,21 +55,45 @@ class RunSource:
         self.text = corpus.open_text(*self.asked["text"])
         self.folder.check_text(self.text.fingerprint(), self.text.name)
 
-    def load(self, loader: Loader) -> tuple[Any, Any]:
-        """The model and its tokenizer."""
+    def load(self, loader: Loader) -> Any:
+        """The model."""
         from howlinear.models import loading
 
         model, revision = self.asked["model"], self.asked["revision"]
-        net, tokenizer = loader.load(model, revision=revision, dtype=self.asked["dtype"])
-        self.folder.check_model(loading.describe(net, model, revision))
-        return net, tokenizer
+        options = {"revision": revision, "dtype": self.asked["dtype"]}
+        self.net, self.tokenizer = loader.load(model, **options)
+        self.folder.check_model(loading.describe(self.net, model, revision))
+        return self.net
 
-    def fit_windows(self, tokenizer: Any) -> Any:
-        """The windows that the run was fitted on."""
+    def blocks(self, at: str | None = None) -> list[Any]:
+        """The model's blocks that the run has measured, or those `at`."""
+        from howlinear.profiling.profiler import Profile
+        from howlinear.swapping.maps import match
+
+        return [b for b, _ in match(self.net, Profile.load(self.folder.folder), at)]
+
+    def fit_windows(self, length: int | None = None, tokens: int | None = None) -> Any:
+        """The windows that the run was fitted on; or others of that text."""
         from howlinear.models import corpus
 
-        length, tokens = self.settings["window"], self.settings["tokens"]
-        return corpus.windows(self.text.fit, tokenizer, length, tokens=tokens, bos=self.bos)
+        length, tokens = length or self.settings["window"], tokens or self.settings["tokens"]
+        return corpus.windows(self.text.fit, self.tokenizer, length, tokens=tokens, bos=self.bos)
+
+    def protocol(self, name: str = "windows-128") -> Any:
+        """How held-out text is cut; windows are shortened to the model's positions."""
+        from howlinear.losses.protocols import EvalProtocol
+
+        cut = EvalProtocol.parse(name)
+        if not name.startswith("windows"):
+            return cut
+        return EvalProtocol.parse(f"windows-{window_length(self.net, self.tokenizer, cut.length)}")
+
+    def held_out(self, part: str, protocol: Any, tokens: int) -> tuple[Any, int]:
+        """Tokens of the text to choose by or to report on, and their bytes."""
+        from howlinear.losses.protocols import held_out_tokens
+
+        text = getattr(self.text, part)()
+        return held_out_tokens(text, self.tokenizer, protocol, tokens, self.bos)
 
     def about(self, *parts: str) -> dict[str, Any]:
         """What a result records: model, text and these parts of it, command, versions."""
@@ -86,15 +110,3 @@ def window_length(net: Any, tokenizer: Any, length: int) -> int:
     if most < length:
         say(f"windows of {most} tokens instead of {length}: the model has no more positions")
     return most
-
-
-def model_inputs(net: Any, ids: Any, batch_size: int = 8) -> Any:
-    """Windows as they are; an encoder-decoder reads each of them on both sides."""
-    if net.main_input_name != "input_ids":
-        raise ValueError(
-            f"{type(net).__name__} reads {net.main_input_name}, not text: "
-            "call howlinear.profile from Python with batches of model inputs"
-        )
-    if not net.config.is_encoder_decoder:
-        return ids
-    return [{"input_ids": b, "decoder_input_ids": b} for b in ids.split(batch_size)]

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import show
 from howlinear.cli.progress import progress_bars
-from howlinear.cli.sources import Loader, RunSource, model_inputs, window_length
+from howlinear.cli.sources import Loader, RunSource
 from howlinear.cli.tables.swap import show_expert_swaps, show_swaps
-
-
-class Units(StrEnum):
-    auto = "auto"
-    none = "0"
-    one = "1"
-    two = "2"
-    four = "4"
-
-
-class Weighting(StrEnum):
-    none = "none"
-    body = "body"
-    stream = "stream"
-    output = "output"
-
 
 PredictedTokens = Annotated[
     int, Option(help="Tokens to predict; half as many to choose units by.", min=1)
 ]
-SinkUnits = Annotated[
-    Units, Option(help="Sink units that each map keeps; auto: chosen for each block.")
+Units = Annotated[
+    Literal["auto", "0", "1", "2", "4"],
+    Option(help="Sink units that each map keeps; auto: chosen for each block."),
 ]
 Experts = Annotated[
     str | None,
@@ -41,8 +25,8 @@ Experts = Annotated[
         help="Replace single experts instead: all, or layers and experts such as 3,5.17,7.shared."
     ),
 ]
-RowWeights = Annotated[
-    Weighting,
+Weighting = Annotated[
+    Literal["none", "body", "stream", "output"],
     Option(
         help="Weights of rows in the fit: equal (none), equal without first positions (body), "
         "1/|h| (stream) or 1/|y|^2 (output)."
@@ -60,10 +44,10 @@ Eval = Annotated[
 def swap(
     run: flags.RunPath,
     tokens: PredictedTokens = 4096,
-    units: SinkUnits = Units.auto,
+    units: Units = "auto",
     blocks: flags.Blocks = None,
     experts: Experts = None,
-    weighting: RowWeights = Weighting.none,
+    weighting: Weighting = "none",
     protocol: Eval = "windows-128",
     batch_size: flags.BatchSize = 8,
     device: flags.Device = "cpu",
@@ -72,39 +56,29 @@ def swap(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
-    source = RunSource(run)
-
-    from howlinear.losses.protocols import EvalProtocol, held_out_tokens
+    from howlinear.losses.protocols import EvalProtocol
     from howlinear.run.ranks import Ranks
     from howlinear.run.work import Work
     from howlinear.swapping.expert_swaps import measure_expert_swaps
     from howlinear.swapping.swaps import measure_swaps
 
-    cut, ranks = EvalProtocol.parse(protocol), Ranks.start()
-    net, tokenizer = source.load(Loader(device, trust_remote_code, allow_pickle))
-    if cut.name.startswith("windows"):
-        cut = EvalProtocol.parse(f"windows-{window_length(net, tokenizer, cut.length)}")
-    report, n_bytes = held_out_tokens(source.text.report(), tokenizer, cut, tokens, source.bos)
+    source = RunSource(run)
+    EvalProtocol.parse(protocol)  # refused before the model is loaded
+    ranks = Ranks.start()
+    net = source.load(Loader(device, trust_remote_code, allow_pickle))
+    cut = source.protocol(protocol)
+    report, n_bytes = source.held_out("report", cut, tokens)
     result: Any
     with progress_bars() as begin:
-        common: dict[str, Any] = {"protocol": cut, "work": Work(ranks, batch_size, begin)}
+        common: dict[str, Any] = {"report": report, "protocol": cut}
+        common["work"] = Work(ranks, batch_size, begin)
         if experts is not None:
-            result = measure_expert_swaps(net, run, experts, report=report, **common)
+            result = measure_expert_swaps(net, run, experts, **common)
         else:
-            half = max(tokens // 2, 1)
-            choose, _ = held_out_tokens(source.text.choose(), tokenizer, cut, half, source.bos)
-            weighted = weighting in (Weighting.stream, Weighting.output)
-            result = measure_swaps(
-                net,
-                run,
-                choose=model_inputs(net, choose, batch_size),
-                report=model_inputs(net, report, batch_size),
-                fit=model_inputs(net, source.fit_windows(tokenizer)) if weighted else None,
-                at=blocks,
-                units=units.value if units is Units.auto else int(units),
-                weighting=weighting.value,
-                **common,
-            )
+            common |= {"units": units if units == "auto" else int(units), "weighting": weighting}
+            fit = source.fit_windows() if weighting in ("stream", "output") else None
+            choose, _ = source.held_out("choose", cut, max(tokens // 2, 1))
+            result = measure_swaps(net, run, choose=choose, fit=fit, at=blocks, **common)
     result = result.with_bytes(n_bytes)
     result.about.update(source.about("choose", "report"))
     if ranks.rank == 0:

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
 from howlinear.models.families import Block, backbone, projection_shape
 from howlinear.profiling.layerwise import stack_of
+from howlinear.profiling.passes import Course
 from howlinear.records.words import size
+from howlinear.run import room
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,43 @@ def _groups(at: Sequence[Block], size: int) -> list[list[Block]]:
     return [list(at[i : i + size]) for i in range(0, len(at), size)]
 
 
-def most_together(
-    at: Sequence[Block], windows: int, folds: int, solver: str, memory: int
-) -> int | None:
-    """The number of blocks whose moments fit into memory at once; None if not even one fits."""
+def plan_profile(
+    model: nn.Module, at: Sequence[Block], ids: Tensor, folds: int, course: Course
+) -> tuple[Needs, int]:
+    """What profiling these windows needs in each process, and how many blocks fit into memory at once.
+
+    At least one block: whether it fits is for the caller to check. A course that is resumed measures
+    as many at once as before.
+    """
+    windows = -(-len(ids) // (course.shard[1] * course.ranks.count))
+    together, free = len(at), room.available_memory()
+    if course.saves and course.saves.begun:
+        together = course.saves.together or together
+    elif free is not None and not course.layerwise:
+        together = most_together(at, windows, folds, course.solver, free)
+    together = min(course.ranks.gather(together))  # all ranks read the same groups
+    needs = profile_needs(
+        model,
+        at,
+        windows=windows,
+        length=ids.shape[1],
+        batch_size=course.batch_size,
+        folds=folds,
+        solver=course.solver,
+        together=together,
+        layerwise=course.layerwise,
+    )
+    return needs, together
+
+
+def most_together(at: Sequence[Block], windows: int, folds: int, solver: str, memory: int) -> int:
+    """The number of blocks whose moments fit into memory at once; at least one."""
     for passes in range(1, len(at) + 1):
         count = -(-len(at) // passes)
         groups = _groups(at, count)
         if max(moments_bytes(group, windows, folds, solver)[0] for group in groups) <= memory:
             return count
-    return None
+    return 1
 
 
 def _count(count: int) -> str:

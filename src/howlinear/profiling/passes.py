@@ -99,9 +99,18 @@ class Pass:
         return {name: value[: PRIMER[0], : PRIMER[1]] for name, value in inputs.items()}
 
     def begin(self, passes: int) -> Advance:
-        """Announce the tokens that this rank will run."""
-        parts = self.course.shard[1] * self.course.ranks.count
-        return self.course.begin("profiling", passes * self.text.tokens // parts)
+        """Announce the tokens that this rank will run; when they are done, that maps are solved for."""
+        left = passes * -(-self.text.tokens // (self.course.shard[1] * self.course.ranks.count))
+        advance = self.course.begin("profiling", left)
+
+        def done(tokens: int) -> None:
+            nonlocal left
+            advance(tokens)
+            left -= tokens
+            if left <= 0 < left + tokens:
+                self.course.begin("solving")
+
+        return done
 
     def finished(self, group: Sequence[Block]) -> list[BlockStore]:
         """Stores of blocks that were finished before an interruption, at rank 0."""

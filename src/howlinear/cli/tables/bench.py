@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from howlinear.cli.tables.printer import Column, print_table, write
+from howlinear.cli.printer import Column, print_table, write
 from howlinear.records.words import count, number, size
 
 

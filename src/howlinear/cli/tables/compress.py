@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from howlinear.cli.tables.printer import Column, print_table, write, write_notes
+from howlinear.cli.printer import Column, print_table, write, write_notes
 from howlinear.records.fields import BlockCompression
 from howlinear.records.words import number, perplexity, signed
 

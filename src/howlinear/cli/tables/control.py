@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from howlinear.cli.tables.printer import Column, digits, print_table, write, write_notes
+from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.records.words import known, number, signed, span, with_se
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from howlinear.cli.tables.printer import Column, digits, print_table, write, write_notes
+from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.records.fields import BlockProfile
 from howlinear.records.words import bar, known, number, power, ranges, with_se
 

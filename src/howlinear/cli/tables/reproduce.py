@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from howlinear.cli.tables.printer import (
+from howlinear.cli.printer import (
     Column,
     digits,
     print_table,
