@@ -1,23 +1,23 @@
 """Planted results of every command: usual numbers, extreme numbers, and none at all.
 
-`RESULTS[name](v)` is (function of howlinear.cli.tables, data, blocks); `v` says which numbers.
+`RESULTS[name](v)` is (function that prints, data, blocks); `v` says which numbers.
 """
 
 import math
 from dataclasses import dataclass, fields
 
-from howlinear.cli.probe import show_probes
-from howlinear.cli.tables.bench import show_bench
-from howlinear.cli.tables.compare import show_comparison
-from howlinear.cli.tables.compress import show_compression
-from howlinear.cli.tables.control import (
+from howlinear.cli.bench import show_bench
+from howlinear.cli.compare import show_comparison
+from howlinear.cli.compress import show_compression
+from howlinear.cli.control import (
     show_cross_feed,
     show_matched,
     show_random_init,
     show_training,
 )
-from howlinear.cli.tables.profile import show_profile, show_shard
-from howlinear.cli.tables.swap import show_expert_swaps, show_swaps
+from howlinear.cli.probe import show_probes
+from howlinear.cli.profile_table import show_profile, show_shard
+from howlinear.cli.swap import show_expert_swaps, show_swaps
 from howlinear.records.fields import (
     BlockCompression,
     BlockProbe,

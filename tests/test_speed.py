@@ -10,7 +10,7 @@ from rich.console import Console
 
 import tiny
 from howlinear import Affine, blocks
-from howlinear.cli.tables.bench import show_bench
+from howlinear.cli.bench import show_bench
 from howlinear.export.install import install_maps
 from howlinear.losses import speed
 from howlinear.losses.speed import (

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import shown
 from howlinear.cli import printer
-from howlinear.cli.tables.profile import modules
+from howlinear.cli.profile_table import modules
 from howlinear.records import words
 from howlinear.records.escaping import escaped, spelled
 

@@ -1,5 +1,5 @@
-"""The command line: one module for each command, flags that several share, tables.
+"""The command line: a module for each command with its flags and what it prints.
 
-Modules read flags, call the library and print.
-Nothing imports this package but `__main__`.
+`flags`, `sources`, `output`, `progress` and `printer` are shared by several commands.
+Modules read flags, call the library and print. Nothing imports this package but `__main__`.
 """

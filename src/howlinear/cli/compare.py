@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+from rich.console import Console
 from typer import Argument, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, show
-from howlinear.cli.tables.compare import show_comparison
+from howlinear.cli.printer import Column, print_table, write, write_notes
+from howlinear.records.words import bar, between, with_se
 
 
 def compare(
@@ -26,3 +28,53 @@ def compare(
     if out is not None:
         files.write_json(out, result.to_dict())
     show(result, show_comparison, out, as_json)
+
+
+# -- tables
+
+
+BAR = 6  # cells of a bar
+CROSSED = (
+    Column("fitted on", "fit", words=True),
+    Column("scored on", "scored", words=True),
+    Column("mean R2", "mean", between),
+)
+
+
+def show_comparison(console: Console, data: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+    """The tables that `howlinear compare` prints."""
+    names = [run["name"] for run in data["runs"]]
+    for name, run in zip(names, data["runs"], strict=True):
+        model, text = run["model"] or {}, run["corpus"] or {}
+        line = f"{name}: {model.get('id', '?')}, {text.get('name', '?')}"
+        write(console, line, width=console.width)
+    bars = len(names) * (BAR + 13) <= console.width - 3
+    columns = [_run_column(name, i, bars) for i, name in enumerate(names)]
+    print_table(console, (Column("#", "index"), *columns), blocks)
+    for pair in data["pairs"]:
+        _show_pair(console, pair)
+    if data["crossed"]:
+        write(console)
+        print_table(console, CROSSED, data["crossed"])
+    write_notes(console, data["notes"])
+
+
+def _run_column(name: str, i: int, bars: bool) -> Column:
+    """R2 of the i-th run, with a bar where there is room."""
+
+    def cell(run: dict[str, Any] | None) -> str:
+        r2, se = (None, None) if run is None else (run["r2"], run["r2_se"])
+        return f"{with_se(r2, se)} {bar(r2, BAR):{BAR}}" if bars else with_se(r2, se)
+
+    return Column(name, lambda block: block["runs"][i], cell)
+
+
+def _show_pair(console: Console, pair: dict[str, Any]) -> None:
+    write(console)
+    write(console, f"{pair['a']} to {pair['b']}, with 95 % intervals over folds:")
+    depth, ranks = between(pair["pearson"]), between(pair["spearman"])
+    write(console, f"  correlation over depth {depth}, of ranks {ranks}")
+    mean, extent = between(pair["mean_shift"]), between(pair["mean_size_of_shift"])
+    write(console, f"  mean shift of R2 {mean}, mean size {extent}")
+    largest = between(pair["largest_shift"])
+    write(console, f"  largest at block {pair['largest_shift_at']}: {largest}")

@@ -9,8 +9,8 @@ from typer import Argument, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, show
+from howlinear.cli.profile_table import show_profile
 from howlinear.cli.progress import progress_bars
-from howlinear.cli.tables.profile import show_profile
 
 
 def merge(
