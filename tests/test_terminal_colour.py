@@ -11,8 +11,8 @@ import pytest
 
 import shown
 from howlinear.cli import app
+from howlinear.cli.output import progress_bars
 from howlinear.cli.printer import terminal_console
-from howlinear.cli.progress import progress_bars
 from howlinear.records.files import SCHEMA, write_json
 
 pty = pytest.importorskip("pty")  # there is none on Windows

@@ -21,9 +21,9 @@ from howlinear.cli.compare import compare
 from howlinear.cli.compress import compress
 from howlinear.cli.control import control
 from howlinear.cli.merge import merge
+from howlinear.cli.output import follows
 from howlinear.cli.probe import probe
 from howlinear.cli.profile import profile
-from howlinear.cli.progress import follows
 from howlinear.cli.report import report
 from howlinear.cli.reproduce import reproduce
 from howlinear.cli.swap import swap
@@ -36,24 +36,13 @@ INTERRUPTED = 130  # exit code, as of a shell
 # typer contains a copy of click in some versions and imports click in others
 UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-ORDER = [
-    "profile",
-    "swap",
-    "report",
-    "compress",
-    "probe",
-    "compare",
-    "control",
-    "merge",
-    "reproduce",
-    "bench",
-]
-
 
 class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        """Commands in the order of `--help`; typer puts groups last."""
-        return sorted(super().list_commands(ctx), key=ORDER.index)
+        """Commands in the order of `--help`: typer puts `control`, a group, last."""
+        *names, control = super().list_commands(ctx)
+        names.insert(names.index("merge"), control)
+        return names
 
 
 app = typer.Typer(
@@ -104,15 +93,14 @@ def main() -> None:
         _fail("interrupted; no incomplete file is left", INTERRUPTED)
     except UsageError as err:
         _fail(err.format_message(), 2)
-    except MemoryError:
-        _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
     except (ValueError, OSError) as err:
         _fail(str(err), 2)
-    except RuntimeError as err:
-        kinds = {kind.__name__ for kind in type(err).__mro__}
-        if "gloo" in str(err) or "DistError" in kinds:
-            _fail(f"another process ended, so this one cannot continue ({str(err)[:120]})", 1)
-        if "out of memory" not in str(err).lower() and "can't allocate" not in str(err):
+    except (MemoryError, RuntimeError) as err:
+        text, kinds = str(err), {kind.__name__ for kind in type(err).__mro__}
+        if "gloo" in text or "DistError" in kinds:
+            _fail(f"another process ended, so this one cannot continue ({text[:120]})", 1)
+        full = "out of memory" in text.lower() or "can't allocate" in text
+        if isinstance(err, RuntimeError) and not full:
             raise
         _fail("out of memory: lower --batch-size, --folds or --max-length", 2)
 

@@ -9,9 +9,8 @@ from rich.console import Console
 from typer import Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import show
+from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, print_table, write, write_notes
-from howlinear.cli.progress import progress_bars, say
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockCompression
 from howlinear.records.words import number, perplexity, signed
@@ -200,8 +199,8 @@ def show_compression(
     removed = data["removed"]
     write(
         console,
-        f"{removed:,} parameters removed: {_share(removed, data['feed_forward'])} "
-        f"of the feed-forward blocks', {_share(removed, data['parameters'])} of the model's",
+        f"{removed:,} parameters removed: {removed / data['feed_forward']:.1%} "
+        f"of the feed-forward blocks', {removed / data['parameters']:.1%} of the model's",
     )
     if data["change"] is not None:
         _show_change(console, data["change"])
@@ -211,10 +210,6 @@ def show_compression(
         points = sorted(data["curve"], key=lambda point: (point["removed"], point["method"]))
         print_table(console, CURVE, points)
     write_notes(console, data["notes"])
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _show_change(console: Console, change: dict[str, Any]) -> None:

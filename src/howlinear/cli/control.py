@@ -11,9 +11,8 @@ from rich.console import Console
 from typer import Argument, Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import made_by, show
+from howlinear.cli.output import made_by, progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
-from howlinear.cli.progress import progress_bars, say
 from howlinear.cli.sources import Loader, RunSource, window_length
 from howlinear.records.words import known, number, signed, span, with_se
 from howlinear.run import room

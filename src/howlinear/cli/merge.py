@@ -8,9 +8,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import made_by, show
+from howlinear.cli.output import made_by, progress_bars, show
 from howlinear.cli.profile_table import show_profile
-from howlinear.cli.progress import progress_bars
 
 
 def merge(

@@ -10,9 +10,8 @@ from rich.console import Console
 from typer import Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import show
+from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
-from howlinear.cli.progress import progress_bars, say
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockProbe
 from howlinear.records.words import count, error, known, number, power, signed

@@ -14,10 +14,9 @@ from typer import Option
 import howlinear
 from howlinear.cli import flags
 from howlinear.cli.compare import show_comparison
-from howlinear.cli.output import made_by, print_json, show
+from howlinear.cli.output import follows, made_by, print_json, progress_bars, say, show
 from howlinear.cli.printer import terminal_console, write
 from howlinear.cli.profile_table import show_profile, show_shard
-from howlinear.cli.progress import follows, progress_bars, say
 from howlinear.cli.sources import Loader, window_length
 from howlinear.run import room
 from howlinear.run.folder import RunFolder

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from howlinear.cli import flags
-from howlinear.cli.progress import say
+from howlinear.cli.output import say
 
 Runs = Annotated[
     list[Path],

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import command_line, print_json
+from howlinear.cli.output import command_line, follows, print_json, say
 from howlinear.cli.printer import (
     Column,
     digits,
@@ -24,7 +24,6 @@ from howlinear.cli.printer import (
     write_whole,
 )
 from howlinear.cli.profile import profile
-from howlinear.cli.progress import follows, say
 from howlinear.records import paper
 from howlinear.records.paper import PREDICTED, Reproduction, reproduce_run
 from howlinear.records.words import number

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from howlinear.cli.output import made_by
-from howlinear.cli.progress import say
+from howlinear.cli.output import made_by, say
 from howlinear.run.folder import RunFolder
 
 PARTS = ("fit", "choose", "report")

@@ -8,9 +8,8 @@ from rich.console import Console
 from typer import Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import show
+from howlinear.cli.output import progress_bars, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
-from howlinear.cli.progress import progress_bars
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.records.fields import BlockSwap, ExpertSwap
 from howlinear.records.words import count, error, known, number, perplexity, power, signed
@@ -94,7 +93,13 @@ def swap(
 # -- tables
 
 
-INDEX = Column("#", "index")
+def _two_figures(value: float | None) -> str:
+    if not known([value]):
+        return "-"
+    text = f"{value:.2g}"
+    return power(value) if "e" in text else text
+
+
 COSTS = (  # Δ: with the fitted map in the block's place
     Column("Δppl ± se", lambda b: f"{signed(b.delta_ppl)} ±{number(b.delta_ppl_se, 2)}"),
     Column("units", lambda b: len(b.units)),
@@ -111,7 +116,7 @@ DISTANCES = (
 )
 SIZES = (
     Column("params", lambda b: count(-b.params_saved, "+")),
-    Column("signal", "swap_signal", lambda signal: _two_figures(signal)),
+    Column("signal", "swap_signal", _two_figures),
 )
 EXPERTS = (
     Column("expert", lambda b: f"{b.index}.{b.expert}"),
@@ -135,7 +140,7 @@ def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) 
         line += "" if bits is None else f", {number(bits)} bits a byte"
         source = f"{text['name']} {text['report']}, {settings['protocol']}, {base['tokens']} tokens"
         write(console, f"{line} as it is ({source})")
-    columns = (INDEX, *(COSTS if base else ()))
+    columns = (Column("#", "index"), *(COSTS if base else ()))
     columns += DISTANCES if console.width >= 120 or not base else ()
     print_table(console, (*columns, *SIZES), blocks)
     if base is not None:
@@ -155,10 +160,3 @@ def show_expert_swaps(console: Console, data: dict[str, Any], experts: list[Expe
     original = perplexity(base["perplexity"])
     write(console, f"perplexity {original}, {base['protocol']}, {base['tokens']} tokens")
     print_table(console, EXPERTS, experts)
-
-
-def _two_figures(value: float | None) -> str:
-    if not known([value]):
-        return "-"
-    text = f"{value:.2g}"
-    return power(value) if "e" in text else text
