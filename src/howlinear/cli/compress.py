@@ -70,31 +70,23 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    from howlinear.compression.compress import CompressSettings, compress_model
     from howlinear.export.write import check_exportable, check_free, write_export
 
     source = RunSource(run)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
     settings = _settings(rank, keep_units, curve, export)
-    if out is None and not dry_run:
-        raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
     if out is not None:
         check_free(out)
+    elif not dry_run:
+        raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
     if not dry_run:
         check_exportable(net, export, add_biases)
-    cut, texts = source.protocol(), {"fit": source.fit_windows()}
-    for part in ("choose", "report"):
-        texts[part], _ = source.held_out(part, cut, tokens)
-    _check_memory(net, source.blocks(), texts["fit"].numel())
-    amount["settings"] = CompressSettings(protocol=cut, baselines=baselines, **settings)
-    with progress_bars() as begin:
-        result = compress_model(net, run, **texts, **amount, progress=begin)
-    result.about.update(source.about(*PARTS))
+    result, report = _compressed(source, tokens, amount, settings | {"baselines": baselines})
     where = run / "compress.json"
     if out is not None and not dry_run:
         say(f"writing {out}")
-        model, report = source.asked["model"], texts["report"]
+        model = source.asked["model"]
         write_export(net, source.tokenizer, result, out, export, model, report, add_biases)
         where = out
     source.folder.write(result.plan_dict())
@@ -136,6 +128,23 @@ def _amount(
         budget = Budget(perplexity=flags.share_of(max_ppl_increase or "5%", "--max-ppl-increase"))
     chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
     return {"budget": budget, "plan": chosen, "at": blocks}
+
+
+def _compressed(
+    source: RunSource, tokens: int, amount: dict[str, Any], settings: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The compression, and the windows that it is reported on."""
+    from howlinear.compression.compress import CompressSettings, compress_model
+
+    cut, texts = source.protocol(), {"fit": source.fit_windows()}
+    for part in ("choose", "report"):
+        texts[part], _ = source.held_out(part, cut, tokens)
+    _check_memory(source.net, source.blocks(), texts["fit"].numel())
+    amount["settings"] = CompressSettings(protocol=cut, **settings)
+    with progress_bars() as begin:
+        result = compress_model(source.net, source.folder.folder, **texts, **amount, progress=begin)
+    result.about.update(source.about(*PARTS))
+    return result, texts["report"]
 
 
 def _check_memory(net: Any, at: list[Any], tokens: int) -> None:

@@ -77,7 +77,7 @@ def probe(
     memory = _check_rows(net, source.blocks(blocks), [ids.numel() for ids in windows.values()])
     cut = source.protocol()
     if tokens:
-        windows["predict"], _ = source.held_out("report", cut, tokens)
+        windows["predict"] = source.held_out("report", cut, tokens)[0]
     if "healing" in kinds:
         windows["heal_on"] = source.fit_windows(cut.length, max(budget, cut.length))
     settings = replace(

@@ -21,6 +21,8 @@ from howlinear.cli.sources import Loader, window_length
 from howlinear.run import room
 from howlinear.run.folder import RunFolder
 
+Request = dict[str, Any]  # what was asked for, as profile.json records it
+
 SMALLER = "lower --folds (2 at least) or measure fewer --blocks at a time"
 
 
@@ -130,7 +132,7 @@ def profile(
     if layerwise and device_map:
         raise ValueError("--layerwise places weights itself: drop --device-map")
     rows = ("all" if all_tokens else "routed") if experts else None
-    request: dict[str, Any] = {"model": model, "revision": revision, "dtype": dtype}
+    request: Request = {"model": model, "revision": revision, "dtype": dtype}
     request |= {"tokens": tokens, "max_length": max_length, "folds": folds}
     request |= {"protocol": protocol, "blocks": blocks, "solver": solver}
     request |= {"precision": precision, "experts": rows, "layerwise": layerwise}
@@ -177,7 +179,7 @@ def _sources(corpora: list[str], source: list[Any]) -> dict[str, list[Any]]:
 def _profile_texts(
     out: Path,
     sources: dict[Path, list[Any]],
-    request: dict[str, Any],
+    request: Request,
     loader: Loader,
     every: float,
     as_json: bool,
@@ -215,14 +217,7 @@ def _profile_texts(
 
 
 def _profile_text(
-    net: Any,
-    at: Any,
-    ids: Any,
-    text: Any,
-    request: dict[str, Any],
-    folder: Path,
-    every: float,
-    ranks: Any,
+    net: Any, at: Any, ids: Any, text: Any, request: Request, folder: Path, every: float, ranks: Any
 ) -> Any:
     """Measure one text and write a run, or a shard of one; save every so many seconds."""
     from howlinear.models.loading import describe
@@ -233,13 +228,9 @@ def _profile_text(
     model = describe(net, request["model"], request["revision"])
     corpus = {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
     same = {"weights": model["weights"], "fingerprint": corpus["fingerprint"]}
-    versions = {"ranks": ranks.count, "howlinear": howlinear.__version__}
-    saves = Saves(folder, request | same | versions, every, ranks.rank)
-    values = (*same.values(), ids.shape, int(ids.sum()))
-    if any(other != values for other in ranks.gather(values)):
-        raise ValueError(
-            "the processes read different texts or models: start all with the same flags"
-        )
+    here = {"ranks": ranks.count, "howlinear": howlinear.__version__}
+    saves = Saves(folder, request | same | here, every, ranks.rank)
+    _check_same(ranks, (same, ids.shape, int(ids.sum())))
     if saves.begun:
         say(f"resuming the interrupted profile in {folder}")
     names = ("batch_size", "solver", "precision", "seed", "layerwise")
@@ -259,6 +250,13 @@ def _profile_text(
         result.save(folder)
     saves.close()
     return result
+
+
+def _check_same(ranks: Any, values: tuple[Any, ...]) -> None:
+    if any(other != values for other in ranks.gather(values)):
+        raise ValueError(
+            "the processes read different texts or models: start all with the same flags"
+        )
 
 
 def _plan(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> int:
@@ -296,7 +294,7 @@ def _measured(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> Any:
         return profile(net, ids, at=at, course=course, **vars(scope))
 
 
-def _extent(net: Any, tokenizer: Any, at: Any, request: dict[str, Any]) -> tuple[int, int]:
+def _extent(net: Any, tokenizer: Any, at: Any, request: Request) -> tuple[int, int]:
     """Window length and number of tokens: those asked for, else those of the protocol."""
     from howlinear.models.corpus import default_tokens
 
@@ -306,14 +304,14 @@ def _extent(net: Any, tokenizer: Any, at: Any, request: dict[str, Any]) -> tuple
     return length, request["tokens"] or tokens
 
 
-def _bos(request: dict[str, Any]) -> str:
+def _bos(request: Request) -> str:
     """How windows begin (`--bos`). The paper's have no BOS."""
     paper = request["protocol"] == "paper" and request["bos"] == "auto"
     return "never" if paper else str(request["bos"])
 
 
 @contextlib.contextmanager
-def _loaded(partial: Path, request: dict[str, Any], loader: Loader) -> Iterator[tuple[Any, Any]]:
+def _loaded(partial: Path, request: Request, loader: Loader) -> Iterator[tuple[Any, Any]]:
     """The model and its tokenizer; weights on disk are removed at the end."""
     model, device_map = request["model"], request["device_map"]
     offload = partial / "weights" if request["layerwise"] or device_map else None
@@ -337,7 +335,7 @@ def _loaded(partial: Path, request: dict[str, Any], loader: Loader) -> Iterator[
             partial.parent.rmdir()
 
 
-def _show_needs(request: dict[str, Any], trust_remote_code: bool, as_json: bool) -> None:
+def _show_needs(request: Request, trust_remote_code: bool, as_json: bool) -> None:
     """Print what a profile would take, from the model's configuration alone."""
     from howlinear.models import loading
     from howlinear.profiling.gathering import with_experts

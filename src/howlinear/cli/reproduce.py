@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,16 +70,16 @@ def reproduce(
             raise ValueError(f"{_id(name)}: {reason}: with a local copy run {LOCAL}")
         results = [_measure(name, out, options)]
     else:
-        results = _measure_all(out, options, unreached)
+        results, unreached = _measure_all(out, options)
     if not follows():
         _show(results, unreached, as_json)
 
 
 def _measure_all(
-    out: Path | None, options: dict[str, Any], unreached: dict[str, str]
-) -> list[Reproduction]:
-    """Every model of the paper that is available, else the built-in model."""
-    results, failed = [], None
+    out: Path | None, options: dict[str, Any]
+) -> tuple[list[Reproduction], dict[str, str]]:
+    """Every model of the paper that is available, else the built-in model; why others are not."""
+    results, unreached, failed = [], {}, None
     for name in paper.paper()["models"]:
         reason = _unreachable(name)
         try:
@@ -95,7 +95,7 @@ def _measure_all(
     if not results:
         say("none of the paper's models is available: measuring the built-in model")
         results.append(_measure(None, out / flags.slug(None) if out else None, options))
-    return results
+    return results, unreached
 
 
 def _measure(name: str | None, out: Path | None, options: dict[str, Any]) -> Reproduction:
@@ -143,18 +143,7 @@ def _unreachable(name: str) -> str | None:
     return None
 
 
-def _show(results: list[Reproduction], unreached: dict[str, str], as_json: bool) -> None:
-    if as_json:
-        print_json(paper.document(results, unreached, command_line()))
-        return
-    console = terminal_console()
-    show_reproductions(console, results, unreached)
-    if unreached:
-        write(console, f"with local copies of the paper's models: {LOCAL}")
-
-
 # -- tables
-
 
 Format = Callable[[Any], str]
 
@@ -187,24 +176,24 @@ MEANS_MORE = (
 )
 
 
-def show_reproductions(
-    console: Console, results: list[Reproduction], unreached: Mapping[str, str]
-) -> None:
+def _show(results: list[Reproduction], unreached: dict[str, str], as_json: bool) -> None:
     """The tables of each run; before them the models that were not measured, with the reason."""
+    if as_json:
+        print_json(paper.document(results, unreached, command_line()))
+        return
+    console = terminal_console()
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in unreached.items():
+        by_reason.setdefault(reason, []).append(name)
     if unreached:
-        write(console, _unreached_line(unreached))
+        groups = (f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+        write(console, f"not measured: {'; '.join(groups)}")
     for i, result in enumerate(results):
         if i or unreached:
             write(console)
         show_reproduction(console, result)
-
-
-def _unreached_line(unreached: Mapping[str, str]) -> str:
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in unreached.items():
-        by_reason.setdefault(reason, []).append(name)
-    groups = (f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return f"not measured: {'; '.join(groups)}"
+    if unreached:
+        write(console, f"with local copies of the paper's models: {LOCAL}")
 
 
 def show_reproduction(console: Console, result: Reproduction) -> None:

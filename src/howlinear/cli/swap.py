@@ -72,8 +72,8 @@ def swap(
     report, n_bytes = source.held_out("report", cut, tokens)
     result: Any
     with progress_bars() as begin:
-        common: dict[str, Any] = {"report": report, "protocol": cut}
-        common["work"] = Work(ranks, batch_size, begin)
+        work = Work(ranks, batch_size, begin)
+        common: dict[str, Any] = {"report": report, "protocol": cut, "work": work}
         if experts is not None:
             result = measure_expert_swaps(net, run, experts, **common)
         else:
