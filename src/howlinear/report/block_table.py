@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from howlinear.records.fields import BlockProfile, BlockSwap
 from howlinear.records.words import compact, finite, number, percent, percent_se
-from howlinear.report.markup import Markup, joined, scrolled, table, tag
+from howlinear.report.markup import Markup, cell_text, joined, scrolled, table, tag
 from howlinear.report.runs import Run
 from howlinear.report.verdicts import WORDS, verdict
 
@@ -21,46 +21,39 @@ SWAPPED = (
 )
 
 
-Getter = Callable[[BlockProfile, BlockSwap | None], object]
-
-
-def _r2(b: BlockProfile, s: BlockSwap | None) -> Markup:
-    se = "" if finite(b.r2_se) is None else f" ± {number(b.r2_se)}"
-    return joined(number(b.r2) + se, _bar(b.r2))
-
-
-def _cost(b: BlockProfile, s: BlockSwap | None) -> str:
-    return percent(s.delta_nll) + percent_se(s.delta_nll, s.delta_nll_se) if s else "-"
-
-
-# heading: (tooltip, value that the column is sorted by, text where it is not just that number)
-COLUMNS: dict[str, tuple[str, Getter, Getter | None]] = {
-    "R2 ± se": ("share of held-out variance that the map explains", lambda b, s: b.r2, _r2),
-    "body": ("R2 without first positions", lambda b, s: b.r2_body, None),
-    "scalar": ("R2 around one scalar mean", lambda b, s: b.r2_scalar, None),
-    "feature": ("median R2 of an output feature", lambda b, s: b.r2_feature.get("median"), None),
-    "rank": (
-        "effective rank",
-        lambda b, s: b.effective_rank,
-        lambda b, s: "-" if b.effective_rank is None else b.effective_rank,
-    ),
-    "signal": (
-        "estimated cost of a swap, nats per token",
-        lambda b, s: b.swap_signal,
-        lambda b, s: compact(finite(b.swap_signal)),
-    ),
-    "swap ± se": ("growth of perplexity when replaced", lambda b, s: s and s.delta_nll, _cost),
-    "plain": (
-        "the same by plain least squares, no hidden units kept",
-        lambda b, s: s and s.delta_nll_plain,
-        lambda b, s: percent(s.delta_nll_plain) if s else "-",
-    ),
+# heading: tooltip
+COLUMNS = {
+    "R2 ± se": "share of held-out variance that the map explains",
+    "body": "R2 without first positions",
+    "scalar": "R2 around one scalar mean",
+    "feature": "median R2 of an output feature",
+    "rank": "effective rank",
+    "signal": "estimated cost of a swap, nats per token",
+    "swap ± se": "growth of perplexity when replaced",
+    "plain": "the same by plain least squares, no hidden units kept",
 }
+
+
+def _columns(b: BlockProfile, s: BlockSwap | None) -> list[tuple[object, object]]:
+    """The number by which each column is sorted, and its text."""
+    r2_se = "" if finite(b.r2_se) is None else f" ± {number(b.r2_se)}"
+    median, rank = finite(b.r2_feature.get("median")), b.effective_rank
+    cost, plain = (s.delta_nll, s.delta_nll_plain) if s else (None, None)
+    return [
+        (b.r2, joined(number(b.r2) + r2_se, _bar(b.r2))),
+        (b.r2_body, number(finite(b.r2_body))),
+        (b.r2_scalar, number(finite(b.r2_scalar))),
+        (median, number(median)),
+        (rank, cell_text(rank)),
+        (b.swap_signal, compact(finite(b.swap_signal))),
+        (cost, percent(cost) + percent_se(cost, s.delta_nll_se if s else None)),
+        (plain, percent(plain)),
+    ]
 
 
 def block_table(run: Run, i: int, several: bool) -> Markup:
     headings = [("block", "index and module", ""), ("verdict", "can it be replaced?", "words")]
-    headings += [(name, about, "") for name, (about, *_) in COLUMNS.items()]
+    headings += [(name, about, "") for name, about in COLUMNS.items()]
     headings += [("kind", "what kind of linear", "words")]
     head = tag("tr", *(_heading(*h) for h in headings))
     rows = (_row(run, b) for b in run.blocks)
@@ -80,10 +73,8 @@ def _row(run: Run, b: BlockProfile) -> Markup:
     named = tag("td", b.index, tag("br"), tag("code", b.path), data_v=b.index)
     reason = joined(tag("b", word), tag("br"), why)
     cells = [named, tag("td", reason, class_="words why", data_v=WORDS.index(word))]
-    for _, value_of, text_of in COLUMNS.values():
-        value = finite(value_of(b, s))
-        text = text_of(b, s) if text_of else number(value)
-        cells.append(tag("td", text, data_v="" if value is None else repr(value)))
+    for value, text in _columns(b, s):
+        cells.append(tag("td", text, data_v="" if finite(value) is None else repr(finite(value))))
     cells.append(tag("td", b.kind, class_="words"))
     return tag("tr", *cells, data_word=word)
 

@@ -18,13 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Point = tuple[float, float]
-SHAPES = (
-    "circle",
-    "square",
-    "diamond",
-    "cross",
-    "plus",
-)  # one per run: runs differ in more than colour
+# one per run: runs differ in more than colour
+SHAPES = ("circle", "square", "diamond", "cross", "plus")
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,7 @@ def _round(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
-    ticks = [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
-    return ticks
+    return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _decades(low: float, high: float) -> list[float]:

@@ -29,8 +29,8 @@ class Figure:
     columns: tuple[str, ...]
     rows: Sequence[tuple[object, ...]]
     by_run: bool = True  # colours and shapes stand for runs
-    switches: tuple[Choice, ...] = ()  # any number of them at a time
-    one_of: tuple[Choice, ...] = ()  # one at a time
+    choices: tuple[Choice, ...] = ()
+    one_at_a_time: bool = False
 
 
 LINE = 18  # pixels from one line of a legend to the next
@@ -44,13 +44,9 @@ def looks(i: int) -> tuple[str, str]:
 def run_dot(panel: Panel, run: Run, at: tuple[float, float], about: str, **more: Any) -> None:
     """A point in the colour and shape of its run; `about` follows the run's name."""
     colour, shape = looks(run.number)
-    marked: dict[str, Any] = {
-        "shape": shape,
-        "part": run.part,
-        "about": f"{run.name}, {about}",
-        **more,
-    }
-    panel.dot(*at, colour, **marked)
+    panel.dot(
+        *at, colour, **{"shape": shape, "part": run.part, "about": f"{run.name}, {about}", **more}
+    )
 
 
 Entry = tuple[str, str, str, str, str]  # label, colour, shape, line's mode, part
@@ -69,12 +65,6 @@ def key(canvas: Canvas, entries: Sequence[Entry], x: float, y: float) -> None:
         canvas.text((x + 28, y), label, "ink", "small", anchor="start", part=part)
         x += width
     canvas.height = max(canvas.height, y + 8)
-
-
-def name_runs(canvas: Canvas, runs: Sequence[Run]) -> None:
-    """A legend of runs beneath the drawing, for files and paper, which have no switches."""
-    entries = [(short(run.name), *looks(run.number), "", run.part) for run in runs]
-    key(canvas, entries, 58, canvas.height + 12)
 
 
 def short(name: str, most: int = 40) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -52,17 +53,15 @@ def write_figures(figures: Iterable[Figure], folder: str | Path) -> list[Path]:
 
 def drawings(figure: Figure) -> dict[str, Canvas]:
     """The drawing by file name, or one drawing per choice where a page shows one at a time (spectra-b3)."""
-    if not figure.one_of:
+    if not figure.one_at_a_time:
         return {figure.name: figure.canvas}
-    choices = {choice.part for choice in figure.one_of}
-    return {
-        f"{figure.name}-{part}": Canvas(
-            figure.canvas.width,
-            figure.canvas.height,
-            [m for m in figure.canvas.marks if not (choices - {part}) & set(m.part.split())],
-        )
-        for part in (choice.part for choice in figure.one_of)
-    }
+    parts = [choice.part for choice in figure.choices]
+    canvases = {}
+    for part in parts:
+        others = {*parts} - {part}
+        marks = [mark for mark in figure.canvas.marks if others.isdisjoint(mark.part.split())]
+        canvases[f"{figure.name}-{part}"] = replace(figure.canvas, marks=marks)
+    return canvases
 
 
 def converted(svg: str, title: str, kind: Format, system_fonts: bool = True) -> bytes:

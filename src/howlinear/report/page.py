@@ -14,14 +14,12 @@ from importlib.resources import files
 
 from howlinear.report.block_table import block_table, filters, numbers
 from howlinear.report.canvas import Canvas, Mark
-from howlinear.report.figure import Choice, Figure, looks
-from howlinear.report.glance import summaries, tiles
-from howlinear.report.guide import guide, methods
+from howlinear.report.figure import Figure, looks
 from howlinear.report.markup import Markup, cell_text, joined, json_inside, scrolled, table, tag
 from howlinear.report.runs import Run
+from howlinear.report.sections import guide, methods, summary, tiles, where
 from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
 from howlinear.report.svg import svg
-from howlinear.report.where import where
 
 
 def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
@@ -39,7 +37,12 @@ def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     )
     first, others, several = list(figures[:1]), list(figures[1:]), len(runs) > 1
     body = joined(
-        tag("header", tag("h1", f"How linear is {title}?"), *summaries(runs), _run_switches(runs)),
+        tag(
+            "header",
+            tag("h1", f"How linear is {title}?"),
+            *(summary(run, named=several) for run in runs),
+            _run_switches(runs),
+        ),
         tag(
             "main",
             tiles(runs[0]) if len(runs) == 1 and runs[0].blocks else None,
@@ -84,26 +87,34 @@ def _style(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     for i in range(len(runs)):
         rules.append(f"body:has(#on-r{i}:not(:checked)) .r{i}{{display:none}}")
     for f in figures:
-        off = [(c, f":has(#{f.name}-{c.part}:not(:checked))") for c in f.switches]
-        off += [(c, f":not(:has(#{f.name}-{c.part}:checked))") for c in f.one_of]
-        rules += [f"#{f.name}{state} .hl .{c.part}{{display:none}}" for c, state in off]
+        for c in f.choices:
+            rules.append(
+                f"#{f.name}:not(:has(#{f.name}-{c.part}:checked)) .hl .{c.part}{{display:none}}"
+            )
     return "\n".join(rules)
 
 
 def _run_switches(runs: Sequence[Run]) -> Markup | None:
-    if len(runs) < 2:
+    boxes = [_input(f"on-r{i}", run.name, True, _sample(i)) for i, run in enumerate(runs)]
+    return tag("fieldset", tag("legend", "Runs"), *boxes, class_="controls") if boxes[1:] else None
+
+
+def _choices(f: Figure) -> Markup | None:
+    """Switches of the parts of a drawing: one at a time, or any number of them."""
+    if not f.choices:
         return None
-    return tag(
-        "fieldset",
-        tag("legend", "Runs"),
-        *(_switch(f"on-r{i}", run.name, True, run=i) for i, run in enumerate(runs)),
-        class_="controls",
-    )
+    group = f"{f.name}-one" if f.one_at_a_time else None
+    inputs = [_input(f"{f.name}-{c.part}", c.label, c.on, group=group) for c in f.choices]
+    legend, class_ = ("Block", "controls one") if group else ("Show", "controls")
+    return tag("fieldset", tag("legend", legend), *inputs, class_=class_)
 
 
-def _switch(id_: str, label: str, on: bool, run: int | None = None) -> Markup:
-    box = tag("input", type="checkbox", id=id_, checked=on, autocomplete="off")
-    return tag("label", box, None if run is None else _sample(run), label)
+def _input(
+    id_: str, label: str, on: bool, sample: Markup | None = None, group: str | None = None
+) -> Markup:
+    kind = "radio" if group else "checkbox"
+    box = tag("input", type=kind, id=id_, name=group, checked=on, autocomplete="off")
+    return tag("label", box, sample, label)
 
 
 def _sample(i: int) -> Markup:
@@ -128,30 +139,11 @@ def _section(f: Figure, several: bool) -> Markup:
         "section",
         tag("h2", f.title),
         tag("p", f.reading, class_="reading"),
-        _switches(f),
-        _one_of(f),
+        _choices(f),
         tag("figure", plot),
         tag("details", tag("summary", "Numbers"), _numbers(f, several), class_="numbers"),
         id=f.name,
     )
-
-
-def _switches(f: Figure) -> Markup | None:
-    if not f.switches:
-        return None
-    switches = (_switch(f"{f.name}-{c.part}", c.label, c.on) for c in f.switches)
-    return tag("fieldset", tag("legend", "Show"), *switches, class_="controls")
-
-
-def _one_of(f: Figure) -> Markup | None:
-    if not f.one_of:
-        return None
-
-    def radio(c: Choice) -> Markup:
-        state = {"name": f"{f.name}-one", "checked": c.on, "autocomplete": "off"}
-        return tag("label", tag("input", type="radio", id=f"{f.name}-{c.part}", **state), c.label)
-
-    return tag("fieldset", tag("legend", "Block"), *map(radio, f.one_of), class_="controls one")
 
 
 def _numbers(f: Figure, several: bool) -> Markup:

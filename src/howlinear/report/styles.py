@@ -21,11 +21,8 @@ COLOURS = {  # on white, on black
 }
 LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
 RUNS = tuple(name for name in LIGHT if name.startswith("c"))
-DASHES = {"dash": (6, 3), "dots": (1.5, 3)}
-WIDTHS = {"thin": 1.0, "wide": 7.0, "": 1.7}
 # The last but one comes with typst: PNG and PDF have letters without serifs where no font is installed.
 FONT = 'system-ui, "Segoe UI", "DejaVu Sans", "Liberation Sans", Helvetica, Arial, "DejaVu Sans Mono", sans-serif'
-TEXT = {"": 13.0, "small": 11.5}
 
 # dark blue to yellow, evenly spaced in lightness (six stops of cividis)
 STOPS = (
@@ -50,13 +47,13 @@ def variables(palette: dict[str, str]) -> str:
 def stylesheet(palette: dict[str, str] | None = None) -> str:
     """Rules for marks: colours as CSS variables, or literal where a palette is passed (files)."""
     rules = [
-        f".hl text{{font:{TEXT['']:g}px {FONT}}}",
-        f".hl .small{{font-size:{TEXT['small']:g}px}}.hl .bold{{font-weight:600}}",
-        f".hl .l{{fill:none;stroke-linejoin:round;stroke-width:{WIDTHS['']}}}",
-        *(f".hl .{name}{{stroke-width:{width:g}}}" for name, width in WIDTHS.items() if name),
+        f".hl text{{font:13px {FONT}}}",
+        ".hl .small{font-size:11.5px}.hl .bold{font-weight:600}",
+        ".hl .l{fill:none;stroke-linejoin:round;stroke-width:1.7}",
+        ".hl .thin{stroke-width:1}.hl .wide{stroke-width:7}",
         ".hl .d{stroke-width:1.4}.hl .soft{opacity:.45}",
+        ".hl .dash{stroke-dasharray:6 3}.hl .dots{stroke-dasharray:1.5 3}",
     ]
-    rules += [f".hl .{n}{{stroke-dasharray:{a:g} {b:g}}}" for n, (a, b) in DASHES.items()]
     palette = palette or {name: f"var(--{name})" for name in COLOURS}
     for name, colour in palette.items():
         rules.append(f".hl .l.{name},.hl .d.{name}{{stroke:{colour}}}")

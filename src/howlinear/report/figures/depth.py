@@ -53,7 +53,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         canvas,
         COLUMNS,
         [_row(run, b) for run in runs for b in run.blocks],
-        switches=(Choice("body", "body"), Choice("scalar", "scalar mean", on=len(runs) == 1)),
+        choices=(Choice("body", "body"), Choice("scalar", "scalar mean", on=len(runs) == 1)),
     )
 
 

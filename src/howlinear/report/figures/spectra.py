@@ -44,7 +44,9 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     choices = tuple(Choice(f"b{block}", str(block), block == blocks[0]) for block in blocks)
     columns = ("run", "block", "spectrum", *(f"direction {k}" for k in SHOWN), "last")
     title = "The spectrum of inputs and map"
-    return Figure("spectra", title, READING, canvas, columns, rows, one_of=choices)
+    return Figure(
+        "spectra", title, READING, canvas, columns, rows, choices=choices, one_at_a_time=True
+    )
 
 
 Curve = tuple[Run, BlockProfile, list[Point]]  # with (direction, value)
