@@ -87,9 +87,8 @@ def check_exportable(model: nn.Module, *, add_biases: bool = False) -> None:
 def save(small: Any, folder: Path) -> None:
     """Save as transformers does, and also generation settings that it would refuse to write."""
     generation = getattr(small, "generation_config", None)
+    small.generation_config = generation and type(generation)()
     try:
-        if generation is not None:
-            small.generation_config = type(generation)()
         small.save_pretrained(folder)
     finally:
         small.generation_config = generation
@@ -111,9 +110,7 @@ def _config(model: nn.Module, add_biases: bool) -> Any:
 class Units:
     """k hidden units: the rows of their projections (one, or gate and up), and the columns they write."""
 
-    reads: tuple[
-        tuple[Tensor, Tensor], ...
-    ]  # weight (k, d_in) and bias (k,), zero where there is none
+    reads: tuple[tuple[Tensor, Tensor], ...]  # weight (k, d_in) and bias (k,), which may be zero
     writes: Tensor  # (d_out, k)
     bias: Tensor  # (d_out,)
 
@@ -337,7 +334,10 @@ def _controls(
             continue
         known = {block for group in controls.values() for block in group}
         group = [b for b in hidden if _hidden(other, b) == probe and b not in known]
-        if group and {name.rpartition(".")[0] for name in _changed(shell, other)} <= paths:
+        before, after = (
+            {(name, t.shape) for name, t in m.state_dict().items()} for m in (shell, other)
+        )
+        if group and {name.rpartition(".")[0] for name, _ in before ^ after} <= paths:
             controls[setting] = group
     return controls
 
@@ -350,12 +350,6 @@ def _candidates(config: Any, widths: set[int]) -> Iterator[str]:
             named = value is None and re.search("inner|ffn|intermediate", name)
             if named or (type(value) is int and value in widths):
                 yield prefix + name
-
-
-def _changed(shell: nn.Module, other: nn.Module) -> set[str]:
-    """Names of tensors whose shapes differ."""
-    ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (shell, other))
-    return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
 
 
 def _set(config: Any, setting: str, value: int) -> None:

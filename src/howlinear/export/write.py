@@ -14,7 +14,7 @@ tokenizer, a model card, `plan.json` and `compress.json`. The model in memory is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from howlinear.models.families import Block, blocks
 from howlinear.models.loading import quiet
 from howlinear.records import files
 
-__all__ = ["KINDS", "check_exportable", "check_free", "write_export"]
+__all__ = ["check_exportable", "check_free", "write_export"]
 
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
 
@@ -62,12 +62,12 @@ def write_export(
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
 
-    `source` is the argument of `models.load`, `report` the windows (n, length) on which
-    `result.change` was measured. The rounded model is measured on them again.
+    `kind` is hf, narrow or nemotron-nas, `source` the argument of `models.load`, `report` the windows
+    (n, length) on which `result.change` was measured. The rounded model is measured on them again.
     """
     dtype, total = getattr(model, "stored_dtype", torch.float32), len(blocks(model))
     with quiet(), new_folder(out) as folder:
-        written, notes = KINDS[kind](model.float(), result.maps, folder, dtype, add_biases)
+        written, notes = _fill(kind, model.float(), result.maps, folder, dtype, add_biases)
         change = _measured(written, result.change, report)
         exported = {
             "kind": kind,
@@ -94,6 +94,38 @@ def write_export(
     result.exported.update(exported)
 
 
+def _fill(
+    kind: str,
+    model: Any,
+    maps: Mapping[Block, Map],
+    folder: Path,
+    dtype: torch.dtype,
+    add_biases: bool,
+) -> tuple[Any, list[str]]:
+    """Write the weights, config and code; the model that they describe, in float32, and notes for its user."""
+    if kind == "narrow":
+        small, notes = narrow.narrowed(model, maps, add_biases=add_biases)
+        round_weights(small, dtype)
+        with stored_as(small, dtype):
+            narrow.save(small, folder)
+        return small, notes
+    if kind == "hf":
+        hf.check_exportable(model)
+        install_maps(model, maps)
+        round_weights(model, dtype)
+        hf.write(model, folder, dtype)
+        return model, []
+    nemotron_nas.checkpoint(model, maps, dtype)  # raises for what the format cannot hold
+    like = next(model.parameters()).detach().new_empty(0, dtype=dtype)
+    rounded = {block: fitted.to(like) for block, fitted in maps.items()}
+    round_weights(model, dtype)
+    notes = nemotron_nas.save(model, rounded, folder, dtype)
+    install_maps(model, rounded)
+    for block in maps:
+        model.get_submodule(block.entry).linear_mlp.bias = None  # zero, and not in the folder
+    return model, notes
+
+
 def _measured(model: nn.Module, change: Comparison | None, report: Tensor) -> Comparison | None:
     """The change with the loss of the rounded model; KL and agreement stay those before rounding."""
     if change is None:
@@ -105,15 +137,14 @@ def _measured(model: nn.Module, change: Comparison | None, report: Tensor) -> Co
 
 
 def _perplexity(change: Comparison | None) -> dict[str, float | None]:
-    if change is None:
-        return dict.fromkeys(("perplexity", "perplexity_se", "delta_ppl", "delta_ppl_se"))
-    after = change.changed
-    return {
-        "perplexity": after.perplexity,
-        "perplexity_se": after.perplexity_se,
-        "delta_ppl": change.delta_ppl,
-        "delta_ppl_se": change.delta_ppl_se,
+    after = change and change.changed
+    sources = {
+        "perplexity": after,
+        "perplexity_se": after,
+        "delta_ppl": change,
+        "delta_ppl_se": change,
     }
+    return {name: getattr(source, name, None) for name, source in sources.items()}
 
 
 def _records(result: Compression, exported: Mapping[str, Any]) -> dict[str, str]:
@@ -130,47 +161,3 @@ def _inputs(model: Any, report: Tensor) -> dict[str, Tensor]:
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     return inputs
-
-
-# ------------------------------------------------------------------------------ kinds of export
-# Each fills the folder and returns the model that is in it, in float32, and notes for its user.
-
-Written = tuple[Any, list[str]]
-
-
-def _as_hf(
-    model: Any, maps: Mapping[Block, Map], folder: Path, dtype: torch.dtype, add_biases: bool
-) -> Written:
-    hf.check_exportable(model)
-    install_maps(model, maps)
-    round_weights(model, dtype)
-    hf.write(model, folder, dtype)
-    return model, []
-
-
-def _as_narrow(
-    model: Any, maps: Mapping[Block, Map], folder: Path, dtype: torch.dtype, add_biases: bool
-) -> Written:
-    small, notes = narrow.narrowed(model, maps, add_biases=add_biases)
-    round_weights(small, dtype)
-    with stored_as(small, dtype):
-        narrow.save(small, folder)
-    return small, notes
-
-
-def _as_nemotron_nas(
-    model: Any, maps: Mapping[Block, Map], folder: Path, dtype: torch.dtype, add_biases: bool
-) -> Written:
-    nemotron_nas.checkpoint(model, maps, dtype)  # raises for what the format cannot hold
-    like = next(model.parameters()).detach().new_empty(0, dtype=dtype)
-    rounded = {block: fitted.to(like) for block, fitted in maps.items()}
-    round_weights(model, dtype)
-    notes = nemotron_nas.save(model, rounded, folder, dtype)
-    install_maps(model, rounded)
-    for block in maps:
-        model.get_submodule(block.entry).linear_mlp.bias = None  # zero, and not in the folder
-    return model, notes
-
-
-Write = Callable[[Any, Mapping[Block, Map], Path, torch.dtype, bool], Written]
-KINDS: dict[str, Write] = {"hf": _as_hf, "narrow": _as_narrow, "nemotron-nas": _as_nemotron_nas}
