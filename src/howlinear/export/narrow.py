@@ -263,16 +263,12 @@ def _check_room(shell: nn.Module, block: Block, units: Units) -> None:
     for path, (_, bias) in _tensors(shell, block, units).items():
         if getattr(shell.get_submodule(path), "bias", None) is not None or not bias.any():
             continue
-        kind = _family(shell)
+        why = f"the gates of {_family(shell)} have no biases, and without one a gate cannot be held open, "
+        why += "so no stock unit is linear;"
         if path == block.down:
-            raise ValueError(
-                f"{block}: the last projection of {kind} has no bias to hold the map's; "
-                f"fit it without an intercept, or {INSTEAD}"
-            )
-        raise ValueError(
-            f"{block}: the gates of {kind} have no biases, and without one a gate cannot be "
-            f"held open, so no stock unit is linear; {INSTEAD}"
-        )
+            why = f"the last projection of {_family(shell)} has no bias to hold the map's; fit it "
+            why += "without an intercept, or"
+        raise ValueError(f"{block}: {why} {INSTEAD}")
 
 
 # ------------------------------------------------------------------------------------- widths

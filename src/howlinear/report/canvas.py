@@ -43,18 +43,14 @@ class Canvas:
     height: float
     marks: list[Mark] = field(default_factory=list)
 
-    def line(
-        self, points: Sequence[Point], colour: str, mode: str = "", part: str = "", about: str = ""
-    ) -> None:
+    def line(self, points: Sequence[Point], colour: str, mode: str = "", **more: Any) -> None:
         if len(points) > 1:
-            self.marks.append(Mark("line", tuple(points), colour, mode, part, about))
+            self.marks.append(Mark("line", tuple(points), colour, mode, **more))
 
     def text(self, at: Point, text: str, colour: str = "ink", mode: str = "", **more: Any) -> None:
         self.marks.append(Mark("text", (at,), colour, mode, text=text, **more))
 
-    def labels(
-        self, texts: Sequence[tuple[Point, str]], part: str = "", anchor: str = "start"
-    ) -> None:
+    def labels(self, texts: Sequence[tuple[Point, str]], part: str, anchor: str = "start") -> None:
         """Small texts; one that would overlap an earlier one is left out."""
         taken: list[Point] = []
         for (x, y), text in texts:
@@ -62,10 +58,8 @@ class Canvas:
                 taken.append((x, y))
                 self.text((x, y), text, "muted", "small", part=part, anchor=anchor)
 
-    def box(
-        self, corner: Point, other: Point, colour: str, part: str = "", about: str = ""
-    ) -> None:
-        self.marks.append(Mark("box", (corner, other), colour, part=part, about=about))
+    def box(self, corner: Point, other: Point, colour: str, **more: Any) -> None:
+        self.marks.append(Mark("box", (corner, other), colour, **more))
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,7 @@ class Panel:
                 more = {**more, "shape": ends[scale.share(value) > 0.5]}
         self.canvas.marks.append(Mark("dot", (self.at(x, y),), colour, **more))
 
-    def whisker(self, x: float, low: float, high: float, colour: str, part: str = "") -> None:
+    def whisker(self, x: float, low: float, high: float, colour: str, part: str) -> None:
         """An error bar, cut at the edge of the scale."""
         self.canvas.line([self.at(x, low), self.at(x, high)], colour, "thin", part=part)
 

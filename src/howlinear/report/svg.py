@@ -56,46 +56,46 @@ def svg(
 
 
 def _element(mark: Mark) -> Markup:
+    name, attributes = DRAW[mark.kind](mark)
     title = tag("title", mark.about) if mark.about else None
-    return DRAW[mark.kind](mark, title)
-
-
-def _classes(kind: str, mark: Mark) -> str:
-    return " ".join(filter(None, (kind, mark.colour, mark.mode, mark.part)))
-
-
-def _line(mark: Mark, title: Markup | None) -> Markup:
-    return tag("polyline", title, class_=_classes("l", mark), points=_points(mark.points))
-
-
-def _box(mark: Mark, title: Markup | None) -> Markup:
-    (x, y), (right, bottom) = mark.points
     literal = mark.colour if mark.colour.startswith("#") else None
-    plain = _classes("b", mark) if literal is None else " ".join(filter(None, ("b", mark.part)))
+    colour = mark.colour if literal is None else ""
+    classes = " ".join(filter(None, (mark.kind[0], colour, mark.mode, mark.part)))
+    return tag(name, title, mark.text, class_=classes, **attributes, fill=literal)
+
+
+# The name and the attributes of the element of each kind of mark.
+Element = tuple[str, dict[str, str | None]]
+
+
+def _line(mark: Mark) -> Element:
+    return "polyline", {"points": _points(mark.points)}
+
+
+def _box(mark: Mark) -> Element:
+    (x, y), (right, bottom) = mark.points
     size = {"width": _short(right - x), "height": _short(bottom - y)}
-    return tag("rect", title, class_=plain, x=_short(x), y=_short(y), **size, fill=literal)
+    return "rect", {"x": _short(x), "y": _short(y), **size}
 
 
-def _text(mark: Mark, title: Markup | None) -> Markup:
+def _text(mark: Mark) -> Element:
     ((x, y),) = mark.points
     turn = f"rotate(-90 {_short(x)} {_short(y)})" if mark.turned else None
     anchor = None if mark.anchor == "start" else mark.anchor
-    place = {"x": _short(x), "y": _short(y), "text_anchor": anchor, "transform": turn}
-    return tag("text", mark.text, class_=_classes("t", mark), **place)
+    return "text", {"x": _short(x), "y": _short(y), "text_anchor": anchor, "transform": turn}
 
 
-def _dot(mark: Mark, title: Markup | None) -> Markup:
+def _dot(mark: Mark) -> Element:
     ((x, y),) = mark.points
-    r, classes = mark.size, _classes("d", mark)
+    r = mark.size
     if mark.shape == "circle":
-        return tag("circle", title, class_=classes, cx=_short(x), cy=_short(y), r=_short(r))
+        return "circle", {"cx": _short(x), "cy": _short(y), "r": _short(r)}
     if mark.shape in STROKES:
         ends = [[(x + r * u, y + r * v) for u, v in stroke] for stroke in STROKES[mark.shape]]
-        path = "".join(f"M{_points([a])}L{_points([b])}" for a, b in ends)
-        return tag("path", title, class_=classes, d=path)
+        return "path", {"d": "".join(f"M{_points([a])}L{_points([b])}" for a, b in ends)}
     corners = [(math.radians(angle), far * r) for angle, far in CORNERS[mark.shape]]
     outline = [(x + far * math.cos(a), y - far * math.sin(a)) for a, far in corners]
-    return tag("polygon", title, class_=classes, points=_points(outline))
+    return "polygon", {"points": _points(outline)}
 
 
 DRAW = {"line": _line, "box": _box, "text": _text, "dot": _dot}

@@ -25,10 +25,8 @@ def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
     if s is None:
         word, why = _estimated(b)
     elif cost is None:  # the model has no next-token loss
-        map_error = (
-            f"cosine {number(finite(s.cosine))}, stream error {compact(finite(s.stream_error))}"
-        )
-        word, why = "not measured", f"The model has no next-token loss. Its map: {map_error}."
+        word, why = "not measured", "The model has no next-token loss. Its map: cosine "
+        why += f"{number(finite(s.cosine))}, stream error {compact(finite(s.stream_error))}."
     else:
         word, why = _measured(s, cost)
     return word, " ".join([why, *_remarks(b, cost)])

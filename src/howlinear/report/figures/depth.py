@@ -90,7 +90,7 @@ def _untrained(panel: Panel, run: Run, relative: bool) -> None:
         about = f"{run.name}, block {index} untrained: R2 {number(low)} to {number(high)}"
         if panel.y.holds(high):
             ends = [panel.at(x, low - 0.004), panel.at(x, high + 0.004)]  # visible if they agree
-            panel.canvas.line(ends, "muted", "wide soft", part, about)
+            panel.canvas.line(ends, "muted", "wide soft", part=part, about=about)
         else:
             panel.dot(x, high, "muted", mode="soft", part=part, about=about)
 

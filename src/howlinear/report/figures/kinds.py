@@ -35,10 +35,12 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     panel = Panel(canvas, Scale(low, 1.0, 58, 430), Scale(low, 1.0, 350, 20))
     panel.frame("median R2 of an output feature", "R2 of the block")
     panel.line([(low, low), (1.0, 1.0)], "axis", "dash thin")
-    for run, b, median in sorted(points, key=lambda p: -_size(p[1])):  # large marks beneath
+    for run, b, median in sorted(
+        points, key=lambda p: -_radius(p[1].effective_rank)
+    ):  # large marks beneath
         about = f"block {b.index}: R2 {number(b.r2)}, median {number(median)}, "
         about += f"effective rank {b.effective_rank or '-'} of {b.d_out}; {b.kind}"
-        run_dot(panel, run, (median, b.r2), about, mode="open", size=_size(b))
+        run_dot(panel, run, (median, b.r2), about, mode="open", size=_radius(b.effective_rank))
     for run in runs:
         _name(panel, [p for p in points if p[0] is run])
     _sizes(canvas)
@@ -53,17 +55,13 @@ def _name(panel: Panel, points: list[Point]) -> None:
     texts = []
     for _, b, median in farthest:
         x, y = panel.at(median, b.r2)
-        texts.append(((x - _size(b) - 4, y + 4), str(b.index)))
+        texts.append(((x - _radius(b.effective_rank) - 4, y + 4), str(b.index)))
     if farthest:
         panel.canvas.labels(texts, part=farthest[0][0].part, anchor="end")
 
 
-def _size(b: BlockProfile) -> float:
-    return _radius(b.effective_rank or 1)
-
-
-def _radius(rank: int) -> float:
-    return 3.0 + 3.2 * math.log10(max(rank, 1))
+def _radius(rank: int | None) -> float:
+    return 3.0 + 3.2 * math.log10(max(rank or 1, 1))
 
 
 def _sizes(canvas: Canvas) -> None:

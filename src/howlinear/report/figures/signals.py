@@ -67,6 +67,6 @@ def _points(runs: Sequence[Run], signal_of: Signal) -> list[Point]:
 
 def _ranked(run: Run, points: list[Point]) -> tuple[str, float | None, int]:
     """The run's name, its rank correlation of signal and cost, and its number of blocks."""
-    signals, costs = [p[2] for p in points if p[0] is run], [p[3] for p in points if p[0] is run]
+    signals, costs = zip(*(p[2:] for p in points if p[0] is run), strict=True)
     rho = spearman(signals, costs) if len(costs) > 2 else None
     return run.name, rho, len(costs)

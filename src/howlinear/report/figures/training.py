@@ -63,7 +63,7 @@ def _map(canvas: Canvas, log: Log, name: str, part: str) -> None:
             if k in r2:
                 about = f"step {step}, block {k}: {number(r2[k])}"
                 other = (x + wide - 0.6, y + (r + 1) * cell - 0.6)
-                canvas.box((x, y + r * cell), other, heat(r2[k]), part, about)
+                canvas.box((x, y + r * cell), other, heat(r2[k]), part=part, about=about)
         if c % apart == 0:
             canvas.text((x + wide / 2, y + high + 15), f"{step}", "muted", "small", part=part)
     for r in range(0, len(blocks), max(1, round(14 / cell))):
@@ -78,7 +78,7 @@ def _scale(canvas: Canvas, y: float, height: float, part: str) -> None:
     steps = 24
     for i in range(steps):
         at, tall = y + i * height / steps, height / steps + 0.7
-        canvas.box((716, at), (730, at + tall), heat(1 - i / (steps - 1)), part)
+        canvas.box((716, at), (730, at + tall), heat(1 - i / (steps - 1)), part=part)
     for value in (0.0, 0.5, 1.0):
         place = (734, y + (1 - value) * height + 4)
         canvas.text(place, f"{value:g}", "muted", "small", anchor="start", part=part)
