@@ -30,7 +30,7 @@ from howlinear.export.folder import write_generation, write_json
 from howlinear.export.hf import INSTEAD
 from howlinear.export.linear_blocks import LinearMLP
 from howlinear.export.weights import dtype_name, write_weights
-from howlinear.linear.affine import Affine, Factored, Map, UnitMap
+from howlinear.linear.affine import Affine, Map, UnitMap
 from howlinear.models.families import Block, blocks
 
 MULTIPLE = 256  # readers round a width up to a multiple of this
@@ -77,30 +77,9 @@ def save(
 ) -> list[str]:
     """Write the checkpoint, without a tokenizer, into a folder; return notes on what reads it."""
     dtype = dtype or next(model.parameters()).dtype
-    config, tensors = checkpoint(model, maps, dtype)  # raises for what the format cannot hold
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_weights(tensors, folder, dtype)
-    (folder / "configuration_decilm.py").write_text(CONFIGURATION)
-    write_json(folder / "config.json", config, sort_keys=True)
-    write_generation(model, folder)
-    return [
-        f"{len(maps)} of {config['num_hidden_layers']} blocks are linear: TensorRT-LLM reads them as they "
-        "are, mlx-lm after mlp.linear_mlp is renamed to mlp.linear; vLLM and llama.cpp cannot run them"
-    ]
-
-
-def checkpoint(
-    model: nn.Module, maps: Mapping[Block, Map], dtype: torch.dtype
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors; writes nothing."""
     config: Any = model.config
-    _check_family(model, config)
-    known = blocks(model)
-    for block, fitted in maps.items():
-        if block not in known:
-            raise ValueError(f"{block} is no block of this {config.model_type}")
-        _check_map(block, fitted)
+    _check_family(model)
+    _check_maps(model, maps)
     described = {name: getattr(config, name) for name in KEPT} | {
         "model_type": "nemotron-nas",
         "architectures": ["DeciLMForCausalLM"],
@@ -110,9 +89,19 @@ def checkpoint(
         "mlp_bias": False,
         "intermediate_size": None,  # these two are in block_configs
         "num_key_value_heads": None,
-        "block_configs": [_block_config(config, block, maps) for block in known],
+        "block_configs": [_block_config(config, block in maps) for block in blocks(model)],
+        **_rotary(config),
     }
-    return described | _rotary(config), _tensors(model, config.tie_word_embeddings, maps)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(_tensors(model, config.tie_word_embeddings, maps), folder, dtype)
+    (folder / "configuration_decilm.py").write_text(CONFIGURATION)
+    write_json(folder / "config.json", described, sort_keys=True)
+    write_generation(model, folder)
+    return [
+        f"{len(maps)} of {config.num_hidden_layers} blocks are linear: TensorRT-LLM reads them as they "
+        "are, mlx-lm after mlp.linear_mlp is renamed to mlp.linear; vLLM and llama.cpp cannot run them"
+    ]
 
 
 def ffn_mult(width: int, d: int) -> float:
@@ -136,13 +125,14 @@ def check_exportable(model: nn.Module) -> None:
 
     Widths are checked too, although they would not matter if every block were replaced.
     """
+    _check_family(model)
     config: Any = model.config
-    _check_family(model, config)
     ffn_mult(config.intermediate_size, config.hidden_size)
 
 
-def _check_family(model: nn.Module, config: Any) -> None:
+def _check_family(model: nn.Module) -> None:
     """Refuse a model that differs from Llama in something that the format does not describe."""
+    config: Any = model.config
     kind = config.model_type
     if type(model).__name__ not in ("LlamaForCausalLM", "MistralForCausalLM"):
         raise ValueError(
@@ -168,22 +158,22 @@ def _check_family(model: nn.Module, config: Any) -> None:
             raise ValueError(f"{kind} cannot be written as nemotron-nas: {reason}; {INSTEAD}")
 
 
-def _check_map(block: Block, fitted: Map) -> None:
-    has = {
-        "hidden units beside it": isinstance(fitted, UnitMap),
-        "two factors": isinstance(fitted, Factored),
-        "a bias": isinstance(fitted, Affine) and bool(fitted.bias.any()),
-    }
-    for part, holds in has.items():
-        if holds:
+def _check_maps(model: Any, maps: Mapping[Block, Map]) -> None:
+    known = blocks(model)
+    for block, fitted in maps.items():
+        if block not in known:
+            raise ValueError(f"{block} is no block of this {model.config.model_type}")
+        part = "hidden units beside it" if isinstance(fitted, UnitMap) else "two factors"
+        if isinstance(fitted, Affine):
+            part = "a bias" if fitted.bias.any() else ""
+        if part:
             raise ValueError(
                 f"{block}: a linear block of nemotron-nas is one matrix, and this map has "
                 f"{part}; fit whole matrices without intercept, or {INSTEAD}"
             )
 
 
-def _block_config(config: Any, block: Block, maps: Mapping[Block, Map]) -> dict[str, Any]:
-    linear = block in maps
+def _block_config(config: Any, linear: bool) -> dict[str, Any]:
     attention = {
         "no_op": False,
         "replace_with_linear": False,

@@ -115,11 +115,10 @@ def _fill(
         round_weights(model, dtype)
         hf.write(model, folder, dtype)
         return model, []
-    nemotron_nas.checkpoint(model, maps, dtype)  # raises for what the format cannot hold
     like = next(model.parameters()).detach().new_empty(0, dtype=dtype)
     rounded = {block: fitted.to(like) for block, fitted in maps.items()}
+    notes = nemotron_nas.save(model, rounded, folder, dtype)  # first: it refuses some maps
     round_weights(model, dtype)
-    notes = nemotron_nas.save(model, rounded, folder, dtype)
     install_maps(model, rounded)
     for block in maps:
         model.get_submodule(block.entry).linear_mlp.bias = None  # zero, and not in the folder
@@ -137,14 +136,12 @@ def _measured(model: nn.Module, change: Comparison | None, report: Tensor) -> Co
 
 
 def _perplexity(change: Comparison | None) -> dict[str, float | None]:
-    after = change and change.changed
-    sources = {
-        "perplexity": after,
-        "perplexity_se": after,
-        "delta_ppl": change,
-        "delta_ppl_se": change,
-    }
-    return {name: getattr(source, name, None) for name, source in sources.items()}
+    names = ("perplexity", "perplexity_se", "delta_ppl", "delta_ppl_se")
+    if change is None:
+        return dict.fromkeys(names)
+    after = change.changed
+    values = (after.perplexity, after.perplexity_se, change.delta_ppl, change.delta_ppl_se)
+    return dict(zip(names, values, strict=True))
 
 
 def _records(result: Compression, exported: Mapping[str, Any]) -> dict[str, str]:
