@@ -13,9 +13,8 @@ from howlinear.linear.folds import CELL
 from howlinear.losses.perplexity import compare
 from howlinear.models.experts import mixtures, replaced
 from howlinear.models.hooks import swapped
-from howlinear.profiling.gathering import Scope
+from howlinear.profiling.gathering import Scope, profile_shard
 from howlinear.profiling.passes import Course
-from howlinear.profiling.shards import profile_shard
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_map, read_store
 from howlinear.run.work import Work

@@ -183,13 +183,14 @@ def test_damaged_states_are_refused_by_name(tmp_path):
     model = tiny.model("llama")
     with pytest.raises(Killed):
         walked(model, tmp_path, {}, stop=1.5 * WINDOWS.numel())
-    path = tmp_path / "partial" / "0" / "states" / "1.bin"
+    last = -(-len(WINDOWS) // 7) - 1  # a batch that is yet to run
+    path = tmp_path / "partial" / "0" / "states" / "1" / f"{last}.safetensors"
     good = path.read_bytes()
     flipped = bytearray(good)
-    flipped[-2000] ^= 4
+    flipped[-200] ^= 4
     for content in (bytes(flipped), good[:-9], b""):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"1\.bin is damaged"):
+        with pytest.raises(ValueError, match=rf"{last}\.safetensors is damaged"):
             walked(model, tmp_path, {})
     path.write_bytes(good)
     walked(model, tmp_path, {})

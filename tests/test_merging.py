@@ -10,9 +10,8 @@ import torch
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
 from howlinear.linear.folds import CELL
-from howlinear.profiling.gathering import Scope
+from howlinear.profiling.gathering import Scope, profile_shard
 from howlinear.profiling.passes import Course
-from howlinear.profiling.shards import profile_shard
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_store
 

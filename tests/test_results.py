@@ -20,8 +20,8 @@ from howlinear.losses.speed import Speed, SpeedComparison
 from howlinear.losses.sweeps import swap_costs
 from howlinear.probing.results import Probes
 from howlinear.profiling.comparing import RunComparison
+from howlinear.profiling.gathering import Shard
 from howlinear.profiling.profiler import Profile
-from howlinear.profiling.shards import Shard
 from howlinear.swapping.expert_swaps import ExpertSwaps
 from howlinear.swapping.swaps import Swaps
 

@@ -3,30 +3,33 @@
     for stores in gather(model, as_windows(ids), at, Scope(folds=5), Course()):
         ...                     # stores of some blocks at a time, with every row
 
+    shard = profile_shard(model, ids, at=at, scope=Scope(), course=Course(shard=(0, 8), saves=saves))
+    shard.save(folder)          # its moments are there; `merge_runs` adds them to those of the others
+
 Before the first row is read, sink units are chosen from the beginning of the text and the squared
 gradients of the swap signal are measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howlinear.linear.folds import Folds, RowSplit, Split
-from howlinear.linear.stores import BlockStore, Known, OutNorm
+from howlinear.linear.stores import BlockStore, name_of
 from howlinear.models import bfloat16
-from howlinear.models.experts import SHARED, mixtures
+from howlinear.models.experts import mixtures
 from howlinear.models.families import Block
-from howlinear.models.forward import Windows
-from howlinear.models.offload import device_of, is_offloaded, resident
-from howlinear.models.units import sink_units
+from howlinear.models.forward import Windows, WindowsLike, as_windows
+from howlinear.models.offload import is_offloaded
 from howlinear.profiling.fisher import first_tokens, fisher
 from howlinear.profiling.layerwise import layer_by_layer
 from howlinear.profiling.passes import Course, Pass, whole_model
+from howlinear.report.results import Result
+from howlinear.run.ranks import Ranks
 
 PROTOCOLS = ("default", "paper")
 
@@ -96,49 +99,62 @@ def gather(
         ids = first_tokens(text)
         gradients = {} if ids is None else fisher(model, list(at), ids, course.seed) or {}
     split = scope.split(text)
-    make = _Maker(model, list(at), split, course, gradients)
-    reading = Pass(model, text, every, split, course, make, scope.experts == "all")
+    reading = Pass(model, text, every, split, course, gradients, scope.experts == "all")
     yield from (layer_by_layer if course.layerwise else whole_model)(reading)
 
 
-@dataclass(frozen=True, eq=False)
-class _Maker:
-    """Makes stores without rows."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Shard(Result):
+    """A part of a text that was read: its moments are in its folder."""
 
-    model: nn.Module
-    at: list[Block]  # whole blocks, no experts
-    split: Split
-    course: Course
-    gradients: dict[int, Tensor]  # squared, by block; see `fisher`
+    blocks: list[dict[str, Any]]
+    settings: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, group: Sequence[Block], run: Callable[[], Any]) -> list[BlockStore]:
-        """`run` runs the model on the beginning of the text."""
-        whole = [block for block in group if not block.expert]
-        # machines of different kinds may break ties differently: rank 0 decides
-        sinks = self.course.ranks.share(sink_units(self.model, whole, run))
-        return [self._store(block, sinks.get(block.index)) for block in group]
+    def _file(self) -> tuple[str, dict[str, Any]]:
+        """`shard.json`, field by field."""
+        return "shard", {"settings": self.settings, "blocks": self.blocks}
 
-    def _store(self, block: Block, sinks: tuple[list[int], list[float]] | None) -> BlockStore:
-        course = self.course
-        known = Known(has_stream=False) if block.expert else self._known(block, sinks)
-        like = (block, self.split.groups, course.solver, course.seed, self._device(block), known)
-        store = BlockStore(*like, course.precision)
-        checked = (self.at[0], self.at[len(self.at) // 2], self.at[-1])
-        if course.precision != "float64" and block in checked:
-            store.twin = BlockStore(*like)
-        return store
+    def _line(self) -> str:
+        part, parts = self.settings["shard"]
+        return f"{part} of {parts}, {len(self.blocks)} blocks, {self.settings['read']} tokens"
 
-    def _known(self, block: Block, sinks: tuple[list[int], list[float]] | None) -> Known:
-        units, shares = sinks or (None, None)
-        norm = None
-        if block.out_norm:
-            module = self.model.get_submodule(block.out_norm)
-            with resident([module]):
-                norm = OutNorm.of(module, block.d_out)
-        known = norm is not None or block.out_norm is None
-        return Known(units, shares, norm, self.gradients.get(block.index), has_stream=known)
 
-    def _device(self, block: Block) -> torch.device:
-        path = block.entry if block.expert in ("", SHARED) else block.entry.rpartition(".")[0]
-        device = device_of(self.model.get_submodule(path))
-        return torch.device("cpu") if device.type == "mps" else device  # mps has no float64
+def profile_shard(
+    model: nn.Module, windows: WindowsLike, *, at: Sequence[Block], scope: Scope, course: Course
+) -> Shard:
+    """Read one shard and write its moments, which may be too few rows to fit a map."""
+    text, places = as_windows(windows), list[dict[str, Any]]()
+    for stores in gather(model, text, at, scope, course):
+        places += finish(course, stores)
+        del stores  # before the next ones are made
+    places.sort(key=lambda place: int(place["index"]))
+    batches = text.batches(course.batch_size)
+    settings = scope.settings(course) | {
+        "tokens": text.tokens,
+        "read": sum(batch.tokens for batch in batches if course.in_shard(batch.number)),
+        "shard": list(course.shard),
+    }
+    return Shard(places, settings)
+
+
+def at_first(ranks: Ranks, kind: Any, items: Sequence[Any], heads: Sequence[Any]) -> Iterator[Any]:
+    """The items of all ranks at rank 0, one at a time; `kind.from_state` makes one from its head."""
+    for owner, theirs in enumerate(ranks.gather(list(heads))):
+        for i, head in enumerate(theirs):
+            mine = ranks.rank == owner
+            state = ranks.tensors_at_first(items[i].state_dict() if mine and owner else {}, owner)
+            if ranks.rank == 0:
+                yield items[i] if mine else kind.from_state(head, state)
+
+
+def finish(course: Course, stores: list[BlockStore]) -> list[dict[str, Any]]:
+    """Write moments of blocks that have seen all rows, at rank 0; the blocks as shard.json lists them."""
+    assert course.saves is not None
+    names, places = ("index", "path", "d_in", "d_out"), []
+    for store in at_first(course.ranks, BlockStore, stores, [store.block for store in stores]):
+        if name_of(store.block) not in course.saves.done:
+            course.saves.finish(store)
+        place = {name: getattr(store.block, name) for name in names}
+        places.append({**place, "expert": store.block.expert, "rows": store.n})
+    return places

@@ -1,11 +1,11 @@
 """A model larger than memory, layer by layer: one layer's weights and its blocks' moments at a time.
 
-    for stores in layer_by_layer(Pass(model, text, at, split, course, make)):
+    for stores in layer_by_layer(Pass(model, text, at, split, course, {})):
         ...                     # stores of one layer's blocks that have seen every row
 
 All windows go through one layer before the next one is loaded. Between layers their hidden states are
-in a file, which the system caches in memory while there is room. The model's own forward runs, with
-its masks and positions: layers before the current one return at once what is in the file, and the
+in files, which the system caches in memory while there is room. The model's own forward runs, with
+its masks and positions: layers before the current one return at once what is in the files, and the
 forward ends after the current one. Peak memory does not grow with depth. A family that passes more than
 hidden states from layer to layer is refused.
 """
@@ -13,13 +13,9 @@ hidden states from layer to layer is refused.
 from __future__ import annotations
 
 import inspect
-import math
-import os
+import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +27,33 @@ from howlinear.models.families import FAMILIES, Block
 from howlinear.models.forward import Batch, Forward, StopForward
 from howlinear.models.offload import resident
 from howlinear.models.recording import answering
-from howlinear.profiling.passes import Course, Pass
+from howlinear.profiling.passes import Pass
 from howlinear.records.files import SCHEMA, clean, read_json, write_json
-from howlinear.run.work import Advance
-
-CHECKSUM = 4  # bytes
-DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64)}
-DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+from howlinear.run.tensors import read_tensors, write_tensors
 
 
 def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
     """As `passes.whole_model`, a layer at a time."""
-    course, ranks = reading.course, reading.course.ranks
+    saves, ranks = reading.course.saves, reading.course.ranks
     layers, where = stack_of(reading.model, reading.at)
-    first = next(reading.text.batches(course.batch_size))
+    first = next(reading.text.batches(reading.course.batch_size))
     mine = list(reading.batches())
     if any("input_ids" not in batch.inputs for batch in (first, *mine)):
         raise ValueError("images and audio do not go layer by layer: run without --layerwise")
     stack, last = _Stack(reading.model, layers), max(where.values())
-    beginning = reading.beginning(first)
+    beginning = Batch(-1, -1, reading.beginning(first), [], 0)
     if not all(block.family in FAMILIES for block in reading.at):
-        stack.check(beginning, last)
-    with _folder(course) as folder:
-        batches = [Batch(-1, -1, beginning, [], 0), *mine]
-        states = States(folder, batches, course.saves.asked if course.saves else {})
+        stack.check(beginning.inputs, last)
+    with tempfile.TemporaryDirectory(prefix="howlinear-") as temporary:
+        folder = saves.partial / "states" if saves else Path(temporary)
+        states = States(folder, saves.asked if saves else {})
         done = min(ranks.gather(states.layer))  # after an interruption, ranks may differ by one
         states.layer, stack.extras = done, states.extras
         advance = reading.begin(last + 1)
+
+        def run(batch: Batch) -> None:
+            states.write(batch, stack.run(states.layer, batch.inputs, states.before(batch)))
+
         for i in range(last + 1):
             group = [block for block in reading.at if where[block] == i]
             if i < done:
@@ -65,45 +61,12 @@ def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
                 advance(sum(batch.tokens for batch in mine))
                 continue
             with resident([layers[i]]):
-                stores = _read_layer(reading, stack, states, i, group, advance)
+                run(beginning)
+                stores = reading.make(group, lambda: run(beginning)) if group else []
+                reading.read(mine, stores, run, advance)
             yield ranks.collect_all(stores)
             ranks.share(None)  # wait until rank 0 has written this layer's blocks
-            states.extras = stack.extras
-            states.advance(i + 1)
-
-
-def _read_layer(
-    reading: Pass,
-    stack: _Stack,
-    states: States,
-    i: int,
-    group: Sequence[Block],
-    advance: Advance,
-) -> list[BlockStore]:
-    """All windows through layer i: stores of its blocks; hidden states to the next file."""
-    beginning, *batches = states.batches
-    saves = reading.course.saves
-
-    def run(batch: Batch) -> Tensor:
-        return stack.run(i, batch.inputs, states.before(batch))
-
-    stores = reading.make(group, lambda: run(beginning)) if group else []
-    begun = saves.resume(stores) if saves and stores else 0
-    state = run(beginning)
-    states.width, states.dtype = state.shape[-1], state.dtype
-    with states.writing(begun + 1 if begun else 0) as write:
-        if not begun:
-            write(state)
-        reading.read(
-            batches,
-            stores,
-            lambda batch: write(run(batch)),
-            advance,
-            begun=begun,
-            stop=False,
-            before_save=states.sync,
-        )
-    return stores
+            states.advance(i + 1, stack.extras)
 
 
 def stack_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], dict[Block, int]]:
@@ -128,15 +91,6 @@ def stack_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], di
     ((path, where),) = lists.items()
     layers: Any = model.get_submodule(path)
     return list(layers), where
-
-
-@contextmanager
-def _folder(course: Course) -> Iterator[Path]:
-    if course.saves is not None:
-        yield course.saves.partial / "states"
-        return
-    with tempfile.TemporaryDirectory(prefix="howlinear-") as name:
-        yield Path(name)
 
 
 class _Stack:
@@ -206,83 +160,44 @@ class _Stack:
 
 
 class States:
-    """Hidden states of all batches between two layers, in a file; batch 0 is the text's beginning.
+    """Hidden states of all batches between two layers: a file for each layer and batch.
 
-    The file of layer i holds what enters it, each batch with a checksum. It is removed when layer
-    i + 1 is done, so that an interruption at any moment leaves the last complete one.
+    Files of layer i hold what enters it. They are removed when layer i + 1 is done, so that an
+    interruption at any moment leaves the last complete ones.
     """
 
-    def __init__(self, folder: Path, batches: Sequence[Batch], asked: Mapping[str, Any]) -> None:
-        self.folder, self.batches, self.asked = folder, list(batches), clean(dict(asked))
-        self.place = {batch.number: k for k, batch in enumerate(self.batches)}
-        self.layer, self.width, self.dtype, self.extras = 0, 0, torch.float32, -1
-        self.sizes = [tuple(batch.inputs["input_ids"].shape) for batch in self.batches]
-        self.starts = [0, *accumulate(math.prod(size) for size in self.sizes)]
-        self.file: Any = None
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "states.json").is_file():
-            self._resume(read_json(folder / "states.json", "states"))
+    def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
+        self.folder, self.request = folder, clean(dict(request))
+        self.layer, self.extras = 0, -1
+        path = folder / "states.json"
+        about = read_json(path, "states") if path.is_file() else {}
+        if about and about.get("asked") == self.request:  # else a profile of something else
+            numbers: list[Any] = [about.get(name) for name in ("layer", "extras")]
+            if any(type(n) is not int or n > 2**16 for n in numbers):
+                raise ValueError(f"{path} is damaged: pass --overwrite to start again")
+            self.layer, self.extras = numbers
 
-    def _resume(self, about: dict[str, Any]) -> None:
-        if about.get("asked") != self.asked:  # an interrupted profile of something else
-            return
-        numbers: list[Any] = [about.get(name) for name in ("layer", "width", "extras")]
-        layer, width, extras = numbers
-        dtype = DTYPES.get(str(about.get("dtype")))
-        if any(type(n) is not int for n in numbers) or dtype is None or min(layer, width) < 1:
-            raise ValueError(f"{self.folder / 'states.json'} is damaged: pass --overwrite")
-        self.layer, self.width, self.dtype, self.extras = layer, width, dtype, min(extras, 16)
-
-    def _path(self, layer: int) -> Path:
-        return self.folder / f"{layer}.bin"
-
-    def _start(self, number: int) -> int:
-        """The first byte of a batch."""
-        return self.starts[number] * self.width * self.dtype.itemsize + CHECKSUM * number
-
-    @contextmanager
-    def writing(self, begun: int) -> Iterator[Callable[[Tensor], None]]:
-        """Write what enters the next layer, after the first `begun` batches, which are there."""
-        path = self._path(self.layer + 1)
-        with path.open("r+b" if begun else "wb") as self.file:
-            if begun:
-                start = self._start(begun)
-                if path.stat().st_size < start:
-                    raise ValueError(f"{path} is damaged: pass --overwrite to start again")
-                self.file.truncate(start)
-                self.file.seek(start)
-            yield self._write
-            self.sync()
-
-    def _write(self, state: Tensor) -> None:
-        data = state.cpu().contiguous().view(torch.uint8).numpy().data
-        self.file.write(data)
-        self.file.write(zlib.crc32(data).to_bytes(CHECKSUM, "little"))
-
-    def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
+    def _path(self, layer: int, batch: Batch) -> Path:
+        return self.folder / str(layer) / f"{batch.number}.safetensors"
 
     def before(self, batch: Batch) -> Tensor | None:
         """What enters the current layer; None before the first."""
         if self.layer == 0:
             return None
-        path, number = self._path(self.layer), self.place[batch.number]
-        size = self._start(number + 1) - self._start(number) - CHECKSUM
-        with path.open("rb") as file:
-            file.seek(self._start(number))
-            data, checksum = bytearray(file.read(size)), file.read(CHECKSUM)
-        if len(data) != size or zlib.crc32(data).to_bytes(CHECKSUM, "little") != checksum:
-            raise ValueError(f"{path} is damaged: pass --overwrite to start again")
-        return torch.frombuffer(data, dtype=self.dtype).view(*self.sizes[number], self.width)
+        path = self._path(self.layer, batch)
+        try:
+            return read_tensors(path, kind="states")["states"].clone()  # aligned: the same rounding
+        except ValueError:
+            raise ValueError(f"{path} is damaged: pass --overwrite to start again") from None
 
-    def advance(self, layer: int) -> None:
+    def write(self, batch: Batch, states: Tensor) -> None:
+        """Write what enters the next layer."""
+        write_tensors(self._path(self.layer + 1, batch), {"states": states}, kind="states")
+
+    def advance(self, layer: int, extras: int) -> None:
         """The layers before this one are done."""
-        self.layer = layer
-        about = {"kind": "states", "schema": SCHEMA, "layer": layer, "width": self.width}
-        about |= {"dtype": str(self.dtype).removeprefix("torch."), "extras": self.extras}
-        about["asked"] = self.asked
-        write_json(self.folder / "states.json", about)
-        for path in self.folder.glob("*.bin"):
-            if path.stem.isdecimal() and int(path.stem) < layer - 1:
-                path.unlink()
+        self.layer, self.extras = layer, extras
+        about = {"kind": "states", "schema": SCHEMA, "asked": self.request}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "states.json", {**about, "layer": layer, "extras": extras})
+        shutil.rmtree(self.folder / str(layer - 2), ignore_errors=True)

@@ -17,9 +17,8 @@ from typing import Any
 
 from howlinear.linear.folds import Folds, RowSplit, Split
 from howlinear.linear.stores import BlockStore, name_of
-from howlinear.profiling.profiler import Profile, check_store, measure_store, twin_differences
-from howlinear.profiling.scores import Measured
-from howlinear.records.fields import BlockExpert, BlockProfile
+from howlinear.profiling.profiler import Profile, differences_of, divided
+from howlinear.profiling.scores import Measured, measure_store
 from howlinear.run.folder import RunFolder
 from howlinear.run.tensors import read_store, save_moments, saved_maps
 
@@ -124,30 +123,19 @@ def merge_runs(
     split: Split = Folds(folds) if type(folds) is int else RowSplit(settings["tokens"])
     part = out.with_name(f".{out.name}.part")  # renamed when it is whole
     shutil.rmtree(part, ignore_errors=True)
-    records: list[BlockProfile | BlockExpert] = []
-    differences: dict[int, float] = {}
+    measured = list[Measured]()
     for block in heads[0].blocks:
         store = _added(heads, block, notes)
-        measured = _measured(store, split, settings["tokens"], part)
-        records.append(measured.record)
-        differences |= twin_differences([store], [measured], split)
+        save_moments(part, store)
+        measured.append(measure_store(store, split, settings["tokens"]))
+        measured[-1].save_map(part)
+        measured[-1] = replace(measured[-1], map=None)
         if progress is not None and not block.expert:
             progress(1)
     _replace(out, part)
-    settings["precision_difference"] = differences or None
-    whole = [r for r in records if isinstance(r, BlockProfile)]
-    experts = [r for r in records if isinstance(r, BlockExpert)]
-    return Profile(whole, *saved_maps(out, whole), [], settings, _about(heads, notes), experts)
-
-
-def _measured(store: BlockStore, split: Split, tokens: int, folder: Path) -> Measured[Any]:
-    """The scores of a block; its moments and its map are written."""
-    save_moments(folder, store)
-    if not getattr(store.block, "expert", ""):
-        check_store(store, split)
-    measured = measure_store(store, split, tokens)
-    measured.save_map(folder)
-    return measured
+    settings["precision_difference"] = differences_of(measured) or None
+    records, experts = divided(measured)
+    return Profile(records, *saved_maps(out, records), [], settings, _about(heads, notes), experts)
 
 
 def _replace(out: Path, part: Path) -> None:
@@ -164,21 +152,19 @@ def check_addable(heads: Sequence[Head]) -> None:
     """Refuse runs of different models, protocols or blocks; name what differs."""
     first = heads[0]
     for other in heads[1:]:
-        pairs = [(name, h.data["model"].get(name)) for name in MODEL for h in (first, other)]
-        pairs += [(name, h.settings.get(name)) for name in SETTINGS for h in (first, other)]
-        for (name, one), (_, two) in zip(pairs[::2], pairs[1::2], strict=True):
+        refused = f"{other.folder} and {first.folder} do not add up"
+        for part, name in [("model", n) for n in MODEL] + [("settings", n) for n in SETTINGS]:
+            one, two = (head.data[part].get(name) for head in (first, other))
             if one != two:
+                raise ValueError(f"{refused}: {name} is {two} and {one}")
+        odd = set(first.blocks) ^ set(other.blocks)
+        for block in (*first.blocks, *other.blocks):
+            if block in odd:
+                which = first.folder if block in first.blocks else other.folder
                 raise ValueError(
-                    f"{other.folder} and {first.folder} do not add up: {name} is {two} and {one}"
+                    f"{refused}: only {which} has block {block.index} ({block.path}, "
+                    f"{block.d_in} to {block.d_out})"
                 )
-        one_has, two_has = set(first.blocks), set(other.blocks)
-        odd = [b for b in [*first.blocks, *other.blocks] if (b in one_has) != (b in two_has)]
-        if odd:
-            which = first.folder if odd[0] in one_has else other.folder
-            raise ValueError(
-                f"{other.folder} and {first.folder} do not add up: only {which} has block "
-                f"{odd[0].index} ({odd[0].path}, {odd[0].d_in} to {odd[0].d_out})"
-            )
 
 
 def check_shards(heads: Sequence[Head]) -> list[str]:

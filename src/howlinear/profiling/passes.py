@@ -1,6 +1,6 @@
 """The pass: a text through the model under taps, rows into stores.
 
-    for stores in whole_model(Pass(model, text, at, split, Course(), make)):
+    for stores in whole_model(Pass(model, text, at, split, Course(), {})):
         ...                     # stores of some blocks that have seen every row
 
 A **course** says how a profile is carried out: which part of the text is read here, by how many
@@ -11,7 +11,7 @@ is interrupted resumes. None of it changes what is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from howlinear.linear.folds import Split
 from howlinear.linear.rows import Rows
-from howlinear.linear.stores import SOLVERS, BlockStore, name_of
-from howlinear.models.experts import Expert, Mixture, mixtures, tap_experts
+from howlinear.linear.stores import SOLVERS, BlockStore, Known, OutNorm, name_of
+from howlinear.models.experts import SHARED, Expert, Mixture, mixtures, tap_experts
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch, Forward, StopForward, Windows
 from howlinear.models.hooks import tap
+from howlinear.models.offload import device_of, resident
+from howlinear.models.units import sink_units
 from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_store
 from howlinear.run.work import Advance, Work
@@ -68,11 +70,6 @@ class Course(Work):
         return self.in_shard(number) and self.ranks.mine(number // self.shard[1])
 
 
-# Makes stores without rows for some blocks; is given a function that runs the model on the
-# beginning of the text.
-Make = Callable[[Sequence[Block], Callable[[], Any]], list[BlockStore]]
-
-
 @dataclass(frozen=True, eq=False)
 class Pass:
     """What is read, which blocks and experts are measured, and how."""
@@ -82,7 +79,7 @@ class Pass:
     at: list[Block]
     split: Split
     course: Course
-    make: Make
+    gradients: dict[int, Tensor]  # squared, by block; see `fisher`
     all_tokens: bool = False  # experts see all tokens, not those routed to them
 
     def batches(self) -> Iterator[Batch]:
@@ -119,29 +116,52 @@ class Pass:
             return []
         return [read_store(saves.folder, block) for block in group]
 
+    def make(self, group: Sequence[Block], run: Callable[[], object]) -> list[BlockStore]:
+        """Stores without rows; `run` runs the model on the beginning of the text."""
+        whole = [block for block in group if not block.expert]
+        # machines of different kinds may break ties differently: rank 0 decides
+        sinks = self.course.ranks.share(sink_units(self.model, whole, run))
+        return [self._store(block, sinks.get(block.index)) for block in group]
+
+    def _store(self, block: Block, sinks: tuple[list[int], list[float]] | None) -> BlockStore:
+        course, whole = self.course, [b for b in self.at if not b.expert]
+        known = Known(has_stream=False) if block.expert else self._known(block, sinks)
+        path = block.entry if block.expert in ("", SHARED) else block.entry.rpartition(".")[0]
+        device = device_of(self.model.get_submodule(path))
+        if device.type == "mps":  # it has no float64
+            device = torch.device("cpu")
+        like = (block, self.split.groups, course.solver, course.seed, device, known)
+        store = BlockStore(*like, course.precision)
+        if course.precision != "float64" and block in (whole[0], whole[len(whole) // 2], whole[-1]):
+            store.twin = BlockStore(*like)
+        return store
+
+    def _known(self, block: Block, sinks: tuple[list[int], list[float]] | None) -> Known:
+        units, shares = sinks or (None, None)
+        norm = None
+        if block.out_norm:
+            module = self.model.get_submodule(block.out_norm)
+            with resident([module]):
+                norm = OutNorm.of(module, block.d_out)
+        has_stream = norm is not None or block.out_norm is None
+        return Known(units, shares, norm, self.gradients.get(block.index), has_stream)
+
     def read(
         self,
         batches: Iterable[Batch],
         stores: Sequence[BlockStore],
         run: Callable[[Batch], object],
         advance: Advance,
-        *,
-        begun: int,
-        stop: bool,
-        before_save: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run every batch but the first `begun`, its rows into the stores; save when due.
-
-        With `stop` a forward ends as soon as every block has run.
-        """
+        """Run every batch that is not in the stores yet, its rows into them; save when due."""
         saves = self.course.saves if stores else None
-        with Recorder(self, stores, stop) as recorder:
+        begun = saves.resume(stores) if saves else 0
+        with _recording(self, stores) as start:
             for done, batch in enumerate(batches, 1):
                 if done > begun:
-                    recorder.start(batch)
+                    start(batch)
                     run(batch)
-                    if saves and saves.due:
-                        before_save()
+                    if saves:
                         saves.tick(stores, done)
                 advance(batch.tokens)
 
@@ -169,66 +189,55 @@ def whole_model(reading: Pass) -> Iterator[list[BlockStore]]:
             raise ValueError("the text is empty: there is no window to read")
         stores = reading.make(group, partial(forward, reading.beginning(first)))
         mine = (batch for batch in chain([first], source) if course.mine(batch.number))
-        begun = course.saves.resume(stores) if course.saves else 0
-        reading.read(
-            mine, stores, lambda batch: forward(batch.inputs), advance, begun=begun, stop=True
-        )
+        reading.read(mine, stores, lambda batch: forward(batch.inputs), advance)
         yield course.ranks.collect_all(stores)
 
 
-class Recorder:
-    """Inside a `with`, rows of the blocks and experts that run go into their stores.
+@contextmanager
+def _recording(reading: Pass, stores: Sequence[BlockStore]) -> Iterator[Callable[[Batch], None]]:
+    """Inside, rows of blocks and experts that run go into their stores.
 
-    With `stop`, a forward ends when every block has run (`models.forward.StopForward`).
+    Call the result with each batch before it runs. Except layer by layer, a forward ends as soon as
+    every block has run.
     """
+    model, by_name = reading.model, {name_of(store.block): store for store in stores}
+    places: list[Any] = [store.block for store in stores]
+    whole = [b for b in places if not b.expert]
+    layers = {b.index for b in places if b.expert}
+    mixed = [m for m in mixtures(model) if m.block.index in layers] if layers else []
+    last = max((b.index for b in whole), default=-1)
+    stop = not reading.course.layerwise and last >= max(layers, default=-1)
+    current: Batch
+    missing = set[Block]()
 
-    def __init__(self, reading: Pass, stores: Sequence[BlockStore], stop: bool) -> None:
-        self.model, self.split, self.all_tokens = reading.model, reading.split, reading.all_tokens
-        places: list[Any] = [store.block for store in stores]
-        self.whole = [b for b in places if not b.expert]
-        self.stores = dict(zip(map(name_of, places), stores, strict=True))
-        layers = {b.index for b in places if b.expert}
-        known = mixtures(self.model) if layers else []
-        self.mixtures = [m for m in known if m.block.index in layers]
-        self.deepest = max((m.block.index for m in self.mixtures), default=-1)
-        self.stack, self.count, self.stop = ExitStack(), 0, stop
+    def start(batch: Batch) -> None:
+        nonlocal current
+        current = batch
+        missing.update(whole)
 
-    def __enter__(self) -> Recorder:
-        if self.mixtures:  # first: experts run before the layer that they are part of ends
-            tapped = tap_experts(
-                self.model, self._expert, at=self.mixtures, all_tokens=self.all_tokens
-            )
-            self.stack.enter_context(tapped)
-        if self.whole:
-            units: dict[int, Tensor | None] = {
-                b.index: torch.tensor(sinks)
-                for b in self.whole
-                if (sinks := self.stores[name_of(b)].known.units)
-            }
-            self.stack.enter_context(tap(self.model, self._block, at=self.whole, units=units))
-        return self
+    def update(block: Block, rows: Rows) -> None:
+        try:
+            by_name[name_of(block)].update(rows, current.offsets, reading.split)
+        except ValueError as err:
+            name = f"block {block.index} ({block.path}), batch {current.number}"
+            raise ValueError(f"{name}: {err}") from None
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.stack.__exit__(*error)
-
-    def start(self, batch: Batch) -> None:
-        """The next forward runs this batch."""
-        self.batch, self.count = batch, 0
-
-    def _block(self, block: Block, rows: Rows) -> None:
-        self._update(block, rows)
-        self.count += 1
-        if self.stop and self.count == len(self.whole) and block.index >= self.deepest:
+    def take(block: Block, rows: Rows) -> None:
+        update(block, rows)
+        missing.discard(block)
+        if stop and not missing:
             raise StopForward
 
-    def _expert(self, mixture: Mixture, key: Expert, rows: Rows, weights: Tensor | None) -> None:
-        expert = mixture.expert(key)
-        if name_of(expert) in self.stores:
-            self._update(expert, rows)
+    def take_expert(mixture: Mixture, key: Expert, rows: Rows, _: Tensor | None) -> None:
+        if name_of(expert := mixture.expert(key)) in by_name:
+            update(expert, rows)
 
-    def _update(self, block: Block, rows: Rows) -> None:
-        try:
-            self.stores[name_of(block)].update(rows, self.batch.offsets, self.split)
-        except ValueError as err:
-            name = f"block {block.index} ({block.path}), batch {self.batch.number}"
-            raise ValueError(f"{name}: {err}") from None
+    with ExitStack() as taps:
+        if mixed:  # first: experts run before the layer that they are part of ends
+            all_tokens = reading.all_tokens
+            taps.enter_context(tap_experts(model, take_expert, at=mixed, all_tokens=all_tokens))
+        if whole:
+            sinks = {b.index: by_name[name_of(b)].known.units for b in whole}
+            units = {i: torch.tensor(numbers) for i, numbers in sinks.items() if numbers}
+            taps.enter_context(tap(model, take, at=whole, units=units))
+        yield start

@@ -27,10 +27,9 @@ from howlinear.linear.folds import Split, check_rows
 from howlinear.linear.stores import BlockStore, is_wide
 from howlinear.models.families import Block, blocks
 from howlinear.models.forward import WindowsLike, as_windows
-from howlinear.profiling.gathering import Scope, gather
+from howlinear.profiling.gathering import Scope, at_first, finish, gather
 from howlinear.profiling.passes import Course
-from howlinear.profiling.scores import Measured, measure, measure_expert
-from howlinear.profiling.shards import finish, stores_at_first
+from howlinear.profiling.scores import Measured, is_expert, measure_store
 from howlinear.records.fields import BlockExpert, BlockProfile
 from howlinear.records.files import blocks_of
 from howlinear.records.statistics import summarise
@@ -159,21 +158,18 @@ def profile(
     split, tokens = scope.split(text), text.tokens
     if text.ids is not None:
         check_rows(len(text.ids), text.ids.shape[1], max(b.d_in for b in at), split)
-    measured: list[Measured[Any]] = []
+    measured: list[Measured] = []
     kept: list[BlockStore] = []
     differences: dict[int, float] = {}
     for stores in gather(model, text, at, scope, course):
         whole = [store for store in stores if not is_expert(store)]
-        for store in whole:
-            check_store(store, split)
         tokens = max([tokens, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
-        own = _measure_all(stores, split, tokens)
-        differences |= course.ranks.joined(twin_differences(stores, own, split))
-        measured += _at_first(course, stores, own)
+        results = _measure_all(stores, split, tokens)
+        differences |= course.ranks.joined(differences_of(results))
+        measured += _at_first(course, stores, results)
         kept += whole if course.saves is None else []
-        del stores, whole, own  # before the next ones are made
+        del stores, whole, results  # before the next ones are made
     settings = scope.settings(course, differences) | {"tokens": tokens, "window": text.length}
-    kept.sort(key=lambda store: store.block.index)
     return _assembled(course, measured, kept, settings)
 
 
@@ -188,86 +184,54 @@ def course_with(
 
 
 def _assembled(
-    course: Course,
-    measured: list[Measured[Any]],
-    kept: list[BlockStore],
-    settings: dict[str, Any],
+    course: Course, measured: list[Measured], kept: list[BlockStore], settings: dict[str, Any]
 ) -> Profile:
     """Records at every rank; maps and stores in memory unless they are in the run folder."""
-    measured.sort(key=lambda m: m.record.index)  # stable: experts stay in order after their layer
-    records: list[BlockProfile] = [m.record for m in measured if isinstance(m.record, BlockProfile)]
-    single: list[BlockExpert] = [m.record for m in measured if isinstance(m.record, BlockExpert)]
-    single.sort(key=lambda e: (e.index, not e.expert.isdecimal(), e.expert.zfill(8)))
-    records, single = course.ranks.share((records, single))
+    records, experts = course.ranks.share(divided(measured))
     if course.saves is not None and course.ranks.rank == 0:
         maps, features = saved_maps(course.saves.folder, records)
-        return Profile(records, maps, features, [], settings, experts=single)
-    mapped = [m for m in measured if isinstance(m.record, BlockProfile) and m.affine is not None]
+        return Profile(records, maps, features, [], settings, experts=experts)
+    fitted = {
+        m.record.index: m.map for m in measured if m.map and isinstance(m.record, BlockProfile)
+    }
     return Profile(
         blocks=records,
-        maps={m.record.index: m.affine for m in mapped if m.affine is not None},
-        r2_by_feature={
-            m.record.index: m.r2_by_feature for m in mapped if m.r2_by_feature is not None
-        },
-        stores=kept,
+        maps={index: affine for index, (affine, _) in fitted.items()},
+        r2_by_feature={index: r2s for index, (_, r2s) in fitted.items()},
+        stores=sorted(kept, key=lambda store: store.block.index),
         settings=settings,
-        experts=single,
+        experts=experts,
     )
 
 
-def is_expert(store: BlockStore) -> bool:
-    return bool(getattr(store.block, "expert", ""))
+def divided(measured: Sequence[Measured]) -> tuple[list[BlockProfile], list[BlockExpert]]:
+    """The records of blocks, and those of experts, both in depth order."""
+    records = [m.record for m in measured if isinstance(m.record, BlockProfile)]
+    experts = [m.record for m in measured if isinstance(m.record, BlockExpert)]
+    return (
+        sorted(records, key=lambda b: b.index),
+        sorted(experts, key=lambda e: (e.index, not e.expert.isdecimal(), e.expert.zfill(8))),
+    )
 
 
-def twin_differences(
-    stores: Sequence[BlockStore], measured: Sequence[Measured[Any]], split: Split
-) -> dict[int, float]:
+def differences_of(measured: Sequence[Measured]) -> dict[int, float]:
     """Distance of R2 from that of float64 sums, for blocks that have both."""
-    return {
-        store.block.index: abs(m.record.r2 - measure(store.twin, split).record.r2)
-        for store, m in zip(stores, measured, strict=True)
-        if store.twin is not None
-    }
+    return {m.record.index: m.difference for m in measured if m.difference is not None}
 
 
-def _at_first(
-    course: Course, stores: list[BlockStore], measured: list[Measured[Any]]
-) -> list[Measured[Any]]:
+def _at_first(course: Course, stores: list[BlockStore], measured: list[Measured]) -> list[Measured]:
     """What all ranks measured, at rank 0; written there, and without maps, if the course saves."""
-    saves, ranks = course.saves, course.ranks
-    if saves is not None:
-        for store in stores_at_first(ranks, stores):
-            finish(saves, store)
-    received: list[Measured[Any]] = []
-    for owner, records in enumerate(ranks.gather([m.record for m in measured])):
-        for i, record in enumerate(records):
-            mine = measured[i].tensors() if ranks.rank == owner else {}
-            tensors = ranks.tensors_at_first(mine, owner)
-            if ranks.rank == 0:
-                received.append(Measured.received(record, tensors))
-                if saves is not None:
-                    received[-1].save_map(saves.folder)
-                    received[-1] = Measured(record)
+    if course.saves is not None:
+        finish(course, stores)
+    received = list[Measured]()
+    for result in at_first(course.ranks, Measured, measured, [m.record for m in measured]):
+        if course.saves is not None:
+            result.save_map(course.saves.folder)
+        received.append(result if course.saves is None else Measured(result.record))
     return received
 
 
-def check_store(store: BlockStore, split: Split) -> None:
-    """Refuse too few rows, for streams, whose length is known only when they are read."""
-    sizes = store.sizes
-    fewest = min(sum(sizes) - sizes[f] for f in split.held(sizes))
-    if fewest <= store.block.d_in:
-        raise ValueError(
-            f"too little text: block {store.block.index} ({store.block.path}) has {fewest} rows to "
-            f"fit {store.block.d_in} columns; about {40 * store.block.d_in} tokens are needed (--tokens)"
-        )
-
-
-def measure_store(store: BlockStore, split: Split, tokens: int) -> Measured[Any]:
-    """Scores of a block or an expert, of a text of so many tokens."""
-    return measure_expert(store, split, tokens) if is_expert(store) else measure(store, split)
-
-
-def _measure_all(stores: list[BlockStore], split: Split, tokens: int) -> list[Measured[Any]]:
+def _measure_all(stores: list[BlockStore], split: Split, tokens: int) -> list[Measured]:
     """Blocks in parallel, a core each: small factorisations do not use two cores well."""
     threads = torch.get_num_threads()
     alone = threads == 1 or len(stores) < 2 or is_wide([store.block for store in stores])

@@ -1,7 +1,7 @@
 """One block's moments -> its scores with standard errors, and the map that is saved.
 
     measured = measure(store, split)
-    measured.record.r2, measured.record.r2_se, measured.affine
+    measured.record.r2, measured.record.r2_se, measured.map
 
 Every held-out group is scored with the map fitted on the others; the saved map is fitted on all
 rows. With 5 folds a block takes about 14 factorisations, O(d^3) each. No rows are read but the
@@ -11,9 +11,9 @@ bounded sample for `stream_error`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,47 +32,61 @@ from howlinear.run.tensors import map_tensors, write_map
 ENOUGH = 4  # rows a column to score an expert by: with fewer, held-out R2 is off by (1 - R2) / 3
 
 
-R = TypeVar("R", BlockProfile, BlockExpert)
-
-
 @dataclass(frozen=True, eq=False)
-class Measured(Generic[R]):
-    """A record; the map fitted on all rows with the R2 of each output feature, if there is a map."""
+class Measured:
+    """A record; the map fitted on all rows and the R2 of each output feature, if there is a map."""
 
-    record: R
-    affine: Affine | None = None
-    r2_by_feature: Tensor | None = None
+    record: Any  # BlockProfile or BlockExpert
+    map: tuple[Affine, Tensor] | None = None
+    difference: float | None = None  # of R2 from that of float64 sums, where both were made
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The map as tensors that can be sent to another rank; none without a map."""
-        if self.affine is None or self.r2_by_feature is None:
-            return {}
-        return map_tensors(self.affine, self.r2_by_feature)
+    def state_dict(self) -> dict[str, Tensor]:
+        """The map as tensors; none without a map."""
+        return map_tensors(*self.map) if self.map else {}
 
     @classmethod
-    def received(cls, record: R, tensors: dict[str, Tensor]) -> Measured[R]:
-        """From what `tensors` gave on another rank."""
-        if not tensors:
+    def from_state(cls, record: Any, state: dict[str, Tensor]) -> Measured:
+        if not state:
             return cls(record)
-        affine = Affine(tensors["weight"], tensors["bias"], int(tensors["rank"]))
-        return cls(record, affine, tensors["r2_by_feature"])
+        affine = Affine(state["weight"], state["bias"], int(state["rank"]))
+        return cls(record, (affine, state["r2_by_feature"]))
 
     def save_map(self, folder: Path) -> None:
         """Write the map to a run folder, if there is one."""
-        if self.affine is not None and self.r2_by_feature is not None:
-            write_map(folder, self.record, self.affine, self.r2_by_feature)
+        if self.map:
+            write_map(folder, self.record, *self.map)
 
 
-def measure(store: BlockStore, split: Split) -> Measured[BlockProfile]:
+def is_expert(store: BlockStore) -> bool:
+    return bool(getattr(store.block, "expert", ""))
+
+
+def measure_store(store: BlockStore, split: Split, tokens: int) -> Measured:
+    """Scores of a block or an expert, of a text of so many tokens."""
+    if is_expert(store):
+        return measure_expert(store, split, tokens)
+    measured = measure(store, split)
+    if store.twin is None:
+        return measured
+    exact = measure(store.twin, split).record.r2
+    return replace(measured, difference=abs(measured.record.r2 - exact))
+
+
+def measure(store: BlockStore, split: Split) -> Measured:
     """Score every held-out group with the map fitted on the others; fit the saved map on all."""
     known, block, held = store.known, store.block, split.held(store.sizes)
+    n_fit = min(store.n - store.sizes[f] for f in held)
+    if n_fit <= block.d_in:  # a stream's length is known only when it is read
+        raise ValueError(
+            f"too little text: block {block.index} ({block.path}) has {n_fit} rows to fit "
+            f"{block.d_in} columns; about {40 * block.d_in} tokens are needed (--tokens)"
+        )
     crossed = _cross_validate(store, held, around_fit=not isinstance(split, Folds))
     total = Score.pooled(crossed.scores)
     full = merged([*store.body, *store.first], block.d_in)
     affine, _ = solve(full)
     first_share, signal = _first_share(store, held), _swap_signal(known, total)
     stream, stream_se = _stream_error(store.sample, crossed.maps, known.norm)
-    n_fit = min(sum(store.sizes) - store.sizes[f] for f in held)
     rank = crossed.effective_rank
     rank_share = math.inf if rank is None else rank / block.d_out
     r2s = _r2_fields(crossed, total, isinstance(split, Folds))
@@ -100,7 +114,7 @@ def measure(store: BlockStore, split: Split) -> Measured[BlockProfile]:
         rows_per_column=n_fit / block.d_in,
         map_spectrum=spectrum(torch.linalg.svdvals(affine.weight)),
     )
-    return Measured(record, affine, total.r2_by_feature)
+    return Measured(record, (affine, total.r2_by_feature))
 
 
 def _r2_fields(crossed: Crossed, total: Score, folds: bool) -> dict[str, Any]:
@@ -125,7 +139,7 @@ def _swap_signal(known: Known, total: Score) -> float | None:
     return 0.5 * float((known.care * total.ss_res.cpu()).sum()) / total.weight
 
 
-def measure_expert(store: BlockStore, split: Split, tokens: int) -> Measured[BlockExpert]:
+def measure_expert(store: BlockStore, split: Split, tokens: int) -> Measured:
     """Score an expert on its rows, out of a text of so many tokens; `problem` if they are too few."""
     block, sizes, d = store.block, store.sizes, store.block.d_in
     fit = sum(sizes) - max(sizes) if isinstance(split, Folds) else sizes[0]
@@ -142,7 +156,7 @@ def measure_expert(store: BlockStore, split: Split, tokens: int) -> Measured[Blo
         return Measured(BlockExpert(**(record | dict.fromkeys(scores))))
     measured = measure(store, split)
     record |= {name: getattr(measured.record, name) for name in scores}
-    return Measured(BlockExpert(**record), measured.affine, measured.r2_by_feature)
+    return Measured(BlockExpert(**record), measured.map)
 
 
 @dataclass(frozen=True, eq=False)

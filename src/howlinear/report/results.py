@@ -10,12 +10,14 @@ A subclass defines `_file` and `_line`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from howlinear.records.escaping import escaped
 from howlinear.records.fields import BlockProfile
 from howlinear.records.files import SCHEMA, clean
 from howlinear.records.words import number
+from howlinear.run.folder import RunFolder
 
 
 class Result:
@@ -36,6 +38,10 @@ class Result:
         kind, fields = self._file()
         content: dict[str, Any] = clean({"kind": kind, "schema": SCHEMA, **self.about, **fields})
         return content
+
+    def save(self, folder: str | Path) -> None:
+        """Write the file in a run folder."""
+        RunFolder(folder).write(self.to_dict())
 
     def _runs(self) -> list[tuple[str, Sequence[BlockProfile]]]:
         """Profiles that a notebook draws, by name."""

@@ -27,7 +27,6 @@ from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockExpert, ExpertSwap
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
-from howlinear.run.folder import RunFolder
 from howlinear.run.tensors import read_map
 from howlinear.run.work import Work
 from howlinear.swapping.swaps import estimates
@@ -58,9 +57,6 @@ class ExpertSwaps(Result):
     def with_bytes(self, n_bytes: int) -> ExpertSwaps:
         """The same with bits per byte, for a text of so many bytes."""
         return replace(self, base=replace(self.base, n_bytes=n_bytes))
-
-    def save(self, folder: str | Path) -> None:
-        RunFolder(folder).write(self.to_dict())
 
 
 def measure_expert_swaps(

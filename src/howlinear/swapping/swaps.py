@@ -36,7 +36,6 @@ from howlinear.records.fields import BlockProfile, BlockSwap
 from howlinear.records.statistics import spearman
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
-from howlinear.run.folder import RunFolder
 from howlinear.run.work import Work
 from howlinear.swapping.maps import UNITS, RunMaps, match
 
@@ -80,9 +79,6 @@ class Swaps(Result):
     def with_bytes(self, n_bytes: int) -> Swaps:
         """The same with bits per byte, for a text of so many bytes."""
         return replace(self, base=self.base and replace(self.base, n_bytes=n_bytes))
-
-    def save(self, folder: str | Path) -> None:
-        RunFolder(folder).write(self.to_dict())
 
 
 def measure_swaps(
