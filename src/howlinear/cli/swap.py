@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
@@ -81,7 +82,7 @@ def swap(
             fit = source.fit_windows() if weighting in ("stream", "output") else None
             choose, _ = source.held_out("choose", cut, max(tokens // 2, 1))
             result = measure_swaps(net, run, choose=choose, fit=fit, at=blocks, **common)
-    result = result.with_bytes(n_bytes)
+    result = replace(result, base=result.base and replace(result.base, n_bytes=n_bytes))
     result.about.update(source.about("choose", "report"))
     if ranks.rank == 0:
         result.save(run)

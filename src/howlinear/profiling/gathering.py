@@ -62,16 +62,14 @@ class Scope:
             )
         return RowSplit(text.ids.numel())
 
-    def settings(
-        self, course: Course, precision_difference: dict[int, float] | None = None
-    ) -> dict[str, Any]:
+    def settings(self, course: Course) -> dict[str, Any]:
         """Scope and course as profile.json has them."""
         return {
             "protocol": self.protocol,
             "folds": self.folds if self.protocol == "default" else None,
             "solver": course.solver,
             "precision": course.precision,
-            "precision_difference": precision_difference or None,
+            "precision_difference": None,  # until it is measured
             "experts": self.experts,
             "seed": course.seed,
         }

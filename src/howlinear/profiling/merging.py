@@ -42,9 +42,8 @@ class BlockId:
         names = ("index", "path", "d_in", "d_out")
         block = cls(**{name: data[name] for name in names}, expert=data.get("expert", ""))
         numbers = (block.index, block.d_in, block.d_out)
-        if any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError
-        if not isinstance(block.path, str) or not isinstance(block.expert, str):
+        texts = isinstance(block.path, str) and isinstance(block.expert, str)
+        if not texts or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError
         return block
 
@@ -95,6 +94,11 @@ class Head:
         return int(part), int(parts)
 
     @property
+    def cut(self) -> tuple[Any, ...]:
+        """How the text was cut into shards."""
+        return self.shard[1], self.settings.get("tokens"), self.settings.get("batch_size")
+
+    @property
     def tokens(self) -> int:
         """Tokens that this run or shard has read."""
         return int(self.settings.get("read", self.settings["tokens"]))
@@ -127,13 +131,11 @@ def merge_runs(
     for block in heads[0].blocks:
         store = _added(heads, block, notes)
         save_moments(part, store)
-        measured.append(measure_store(store, split, settings["tokens"]))
-        measured[-1].save_map(part)
-        measured[-1] = replace(measured[-1], map=None)
+        measured.append(measure_store(store, split, settings["tokens"]).saved(part))
         if progress is not None and not block.expert:
             progress(1)
     _replace(out, part)
-    settings["precision_difference"] = differences_of(measured) or None
+    settings["precision_difference"] = differences_of(measured)
     records, experts = divided(measured)
     return Profile(records, *saved_maps(out, records), [], settings, _about(heads, notes), experts)
 
@@ -177,11 +179,7 @@ def check_shards(heads: Sequence[Head]) -> list[str]:
         seen: dict[int, Head] = {}
         first = same_text[0]
         for head in same_text:
-            same = [first.shard[1] == head.shard[1]]
-            same += [
-                first.settings.get(n) == head.settings.get(n) for n in ("tokens", "batch_size")
-            ]
-            if not all(same) or head.shard[0] in seen:
+            if head.cut != first.cut or head.shard[0] in seen:
                 twin = seen.get(head.shard[0], first)
                 raise ValueError(
                     f"{head.folder} and {twin.folder} have read the same rows of one text: add runs "

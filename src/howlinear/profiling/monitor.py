@@ -82,7 +82,9 @@ class LinearityMonitor:
         self._cost = 0.0  # of the last measurement
         self._path = None if path is None else Path(path)
         if self._path is not None and self._path.exists():
-            self.rows = self._earlier(self._path)
+            header, self.rows = read_monitor(self._path)
+            if any(header.get(name) != value for name, value in self._header.items()):
+                raise ValueError(f"{path} is of another text, model or setting: name another path")
 
     def to_dict(self) -> dict[str, Any]:
         """The file's header, and its other lines as `rows`."""
@@ -113,7 +115,7 @@ class LinearityMonitor:
         """Measure if a measurement is due. What to log, or None."""
         if self._began is None:
             self._began = time.perf_counter()
-            self._forget_from(step)
+            self.rows = [row for row in self.rows if row["step"] < step]  # of an earlier training
             return self.measure(step)
         due = step % self.every == 0 if isinstance(self.every, int) else step in self.every
         if not due or self._measured(step):
@@ -133,7 +135,8 @@ class LinearityMonitor:
         began = time.perf_counter()
         row: dict[str, Any] = {"step": step}
         try:
-            with evaluating(self.model), torch.autocast(self._device.type, enabled=False):
+            device = next(self.model.parameters()).device.type
+            with evaluating(self.model), torch.autocast(device, enabled=False):
                 self.latest = profile(
                     self.model,
                     self.windows,
@@ -150,15 +153,10 @@ class LinearityMonitor:
             row |= {"problem": str(err), "blocks": []}
         self._cost = time.perf_counter() - began
         self.spent += self._cost
-        first = len(self.rows) == 0  # nothing is trained yet
-        overhead = None if first else self.overhead
+        overhead = self.overhead if self.rows else None  # nothing is trained before the first
         self.rows.append(row | {"seconds": self._cost, "overhead": overhead})
         self._write()
         return self._to_log(row)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def _measured(self, step: int) -> bool:
         return bool(self.rows) and self.rows[-1]["step"] == step
@@ -189,16 +187,6 @@ class LinearityMonitor:
             "folds": self.folds,
             "paths": [b.path for b in self.blocks],
         }
-
-    def _earlier(self, path: Path) -> list[dict[str, Any]]:
-        header, rows = read_monitor(path)
-        if any(header.get(name) != value for name, value in self._header.items()):
-            raise ValueError(f"{path} is of another text, model or setting: name another path")
-        return rows
-
-    def _forget_from(self, step: int) -> None:
-        """Remove measurements of an earlier training from this step on."""
-        self.rows = [row for row in self.rows if row["step"] < step]
 
     def _write(self) -> None:
         """Rewrite the whole file, a few kilobytes: never half of a line."""

@@ -11,7 +11,7 @@ is interrupted resumes. None of it changes what is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -207,37 +207,36 @@ def _recording(reading: Pass, stores: Sequence[BlockStore]) -> Iterator[Callable
     mixed = [m for m in mixtures(model) if m.block.index in layers] if layers else []
     last = max((b.index for b in whole), default=-1)
     stop = not reading.course.layerwise and last >= max(layers, default=-1)
-    current: Batch
     missing = set[Block]()
+    current: Batch
 
     def start(batch: Batch) -> None:
         nonlocal current
         current = batch
         missing.update(whole)
 
-    def update(block: Block, rows: Rows) -> None:
-        try:
-            by_name[name_of(block)].update(rows, current.offsets, reading.split)
-        except ValueError as err:
-            name = f"block {block.index} ({block.path}), batch {current.number}"
-            raise ValueError(f"{name}: {err}") from None
-
     def take(block: Block, rows: Rows) -> None:
-        update(block, rows)
+        if store := by_name.get(name_of(block)):  # else an expert of another group
+            _update(store, rows, current, reading.split)
         missing.discard(block)
         if stop and not missing:
             raise StopForward
 
     def take_expert(mixture: Mixture, key: Expert, rows: Rows, _: Tensor | None) -> None:
-        if name_of(expert := mixture.expert(key)) in by_name:
-            update(expert, rows)
+        take(mixture.expert(key), rows)
 
-    with ExitStack() as taps:
-        if mixed:  # first: experts run before the layer that they are part of ends
-            all_tokens = reading.all_tokens
-            taps.enter_context(tap_experts(model, take_expert, at=mixed, all_tokens=all_tokens))
-        if whole:
-            sinks = {b.index: by_name[name_of(b)].known.units for b in whole}
-            units = {i: torch.tensor(numbers) for i, numbers in sinks.items() if numbers}
-            taps.enter_context(tap(model, take, at=whole, units=units))
+    sinks = {b.index: by_name[name_of(b)].known.units for b in whole}
+    units = {i: torch.tensor(numbers) for i, numbers in sinks.items() if numbers}
+    with (  # experts first: they run before the layer that they are part of ends
+        tap_experts(model, take_expert, at=mixed, all_tokens=reading.all_tokens),
+        tap(model, take, at=whole, units=units),
+    ):
         yield start
+
+
+def _update(store: BlockStore, rows: Rows, batch: Batch, split: Split) -> None:
+    try:
+        store.update(rows, batch.offsets, split)
+    except ValueError as err:
+        name = f"block {store.block.index} ({store.block.path}), batch {batch.number}"
+        raise ValueError(f"{name}: {err}") from None

@@ -160,16 +160,14 @@ def profile(
         check_rows(len(text.ids), text.ids.shape[1], max(b.d_in for b in at), split)
     measured: list[Measured] = []
     kept: list[BlockStore] = []
-    differences: dict[int, float] = {}
     for stores in gather(model, text, at, scope, course):
         whole = [store for store in stores if not is_expert(store)]
         tokens = max([tokens, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
         results = _measure_all(stores, split, tokens)
-        differences |= course.ranks.joined(differences_of(results))
         measured += _at_first(course, stores, results)
         kept += whole if course.saves is None else []
         del stores, whole, results  # before the next ones are made
-    settings = scope.settings(course, differences) | {"tokens": tokens, "window": text.length}
+    settings = scope.settings(course) | {"tokens": tokens, "window": text.length}
     return _assembled(course, measured, kept, settings)
 
 
@@ -187,7 +185,8 @@ def _assembled(
     course: Course, measured: list[Measured], kept: list[BlockStore], settings: dict[str, Any]
 ) -> Profile:
     """Records at every rank; maps and stores in memory unless they are in the run folder."""
-    records, experts = course.ranks.share(divided(measured))
+    every = (*divided(measured), differences_of(measured))
+    records, experts, settings["precision_difference"] = course.ranks.share(every)
     if course.saves is not None and course.ranks.rank == 0:
         maps, features = saved_maps(course.saves.folder, records)
         return Profile(records, maps, features, [], settings, experts=experts)
@@ -214,21 +213,18 @@ def divided(measured: Sequence[Measured]) -> tuple[list[BlockProfile], list[Bloc
     )
 
 
-def differences_of(measured: Sequence[Measured]) -> dict[int, float]:
-    """Distance of R2 from that of float64 sums, for blocks that have both."""
-    return {m.record.index: m.difference for m in measured if m.difference is not None}
+def differences_of(measured: Sequence[Measured]) -> dict[int, float] | None:
+    """Distance of R2 from that of float64 sums, for blocks that have both; None if none has."""
+    by_block = {m.record.index: m.difference for m in measured if m.difference is not None}
+    return dict(sorted(by_block.items())) or None
 
 
 def _at_first(course: Course, stores: list[BlockStore], measured: list[Measured]) -> list[Measured]:
     """What all ranks measured, at rank 0; written there, and without maps, if the course saves."""
     if course.saves is not None:
         finish(course, stores)
-    received = list[Measured]()
-    for result in at_first(course.ranks, Measured, measured, [m.record for m in measured]):
-        if course.saves is not None:
-            result.save_map(course.saves.folder)
-        received.append(result if course.saves is None else Measured(result.record))
-    return received
+    every = at_first(course.ranks, Measured, measured, [m.plain for m in measured])
+    return [m if course.saves is None else m.saved(course.saves.folder) for m in every]
 
 
 def _measure_all(stores: list[BlockStore], split: Split, tokens: int) -> list[Measured]:

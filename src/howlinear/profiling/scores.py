@@ -45,16 +45,23 @@ class Measured:
         return map_tensors(*self.map) if self.map else {}
 
     @classmethod
-    def from_state(cls, record: Any, state: dict[str, Tensor]) -> Measured:
+    def from_state(cls, plain: Measured, state: dict[str, Tensor]) -> Measured:
+        """A result without its map, and the map as tensors."""
         if not state:
-            return cls(record)
+            return plain
         affine = Affine(state["weight"], state["bias"], int(state["rank"]))
-        return cls(record, (affine, state["r2_by_feature"]))
+        return replace(plain, map=(affine, state["r2_by_feature"]))
 
-    def save_map(self, folder: Path) -> None:
-        """Write the map to a run folder, if there is one."""
+    @property
+    def plain(self) -> Measured:
+        """The same without the map."""
+        return replace(self, map=None)
+
+    def saved(self, folder: Path) -> Measured:
+        """Write the map to a run folder, if there is one; the same without it."""
         if self.map:
             write_map(folder, self.record, *self.map)
+        return self.plain
 
 
 def is_expert(store: BlockStore) -> bool:
@@ -75,12 +82,7 @@ def measure_store(store: BlockStore, split: Split, tokens: int) -> Measured:
 def measure(store: BlockStore, split: Split) -> Measured:
     """Score every held-out group with the map fitted on the others; fit the saved map on all."""
     known, block, held = store.known, store.block, split.held(store.sizes)
-    n_fit = min(store.n - store.sizes[f] for f in held)
-    if n_fit <= block.d_in:  # a stream's length is known only when it is read
-        raise ValueError(
-            f"too little text: block {block.index} ({block.path}) has {n_fit} rows to fit "
-            f"{block.d_in} columns; about {40 * block.d_in} tokens are needed (--tokens)"
-        )
+    n_fit = _fewest_rows(store, held)
     crossed = _cross_validate(store, held, around_fit=not isinstance(split, Folds))
     total = Score.pooled(crossed.scores)
     full = merged([*store.body, *store.first], block.d_in)
@@ -115,6 +117,17 @@ def measure(store: BlockStore, split: Split) -> Measured:
         map_spectrum=spectrum(torch.linalg.svdvals(affine.weight)),
     )
     return Measured(record, (affine, total.r2_by_feature))
+
+
+def _fewest_rows(store: BlockStore, held: list[int]) -> int:
+    """Rows of the smallest fit; too few are refused: a stream's length is known when it is read."""
+    block, n_fit = store.block, min(store.n - store.sizes[f] for f in held)
+    if n_fit <= block.d_in:
+        raise ValueError(
+            f"too little text: block {block.index} ({block.path}) has {n_fit} rows to fit "
+            f"{block.d_in} columns; about {40 * block.d_in} tokens are needed (--tokens)"
+        )
+    return n_fit
 
 
 def _r2_fields(crossed: Crossed, total: Score, folds: bool) -> dict[str, Any]:

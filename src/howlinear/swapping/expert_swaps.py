@@ -10,7 +10,7 @@ other experts stay. `swaps` measures the whole layer as one matrix.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from howlinear.losses.perplexity import Loss
 from howlinear.losses.protocols import EvalProtocol
 from howlinear.losses.sweeps import SwapCost, sweep
 from howlinear.models.experts import SHARED, Expert, Mixture, mixtures, replaced
-from howlinear.models.families import blocks
 from howlinear.models.forward import WindowsLike
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockExpert, ExpertSwap
@@ -54,10 +53,6 @@ class ExpertSwaps(Result):
         alone = f"{len(self.blocks)} experts, each replaced alone"
         return f"{alone}, perplexity {extremes(rises, signed)}"
 
-    def with_bytes(self, n_bytes: int) -> ExpertSwaps:
-        """The same with bits per byte, for a text of so many bytes."""
-        return replace(self, base=replace(self.base, n_bytes=n_bytes))
-
 
 def measure_expert_swaps(
     model: nn.Module,
@@ -70,9 +65,9 @@ def measure_expert_swaps(
 ) -> ExpertSwaps:
     """Replace each of these experts alone by its map: "all", layers ("3") or experts ("3.17")."""
     run, work = Profile.load(folder), work or Work()
-    wanted = chosen(run.experts, which)
-    by_index = {m.block.index: m for m in mixtures(model, blocks(model))}
-    pairs = [(_mixture(by_index, e), e, read_map(folder, e)[0].to(_like(model))) for e in wanted]
+    like, wanted = next(model.parameters()).detach(), chosen(run.experts, which)
+    by_index = {m.block.index: m for m in mixtures(model)}
+    pairs = [(_mixture(by_index, e), e, read_map(folder, e)[0].to(like)) for e in wanted]
     variants = [(m.block, replaced(model, m, {_key(e): a})) for m, e, a in pairs]
     swept = sweep(model, variants, report, protocol=protocol, work=work, label="swapping experts")
     records = [_record(model, *pair, cost) for pair, cost in zip(pairs, swept.costs, strict=True)]
@@ -111,10 +106,6 @@ def _mixture(by_index: dict[int, Mixture], expert: BlockExpert) -> Mixture:
     if mixture is None or mixture.expert(_key(expert)).path != expert.path:
         raise ValueError(f"the run was made with another model: it has no {expert.path}")
     return mixture
-
-
-def _like(model: nn.Module) -> Any:
-    return next(model.parameters()).detach()
 
 
 def _record(

@@ -88,6 +88,7 @@ class RunMaps:
         self.like = next(model.parameters()).detach()
         self.records = {p.index: p for p in run.blocks}
         self.fitted: dict[tuple[int, int], Affine | UnitMap] = {}  # by block and units kept
+        self.saved: dict[int, Affine] = {}
         self.weighted: dict[int, Moments] = {}
         if weighting in ("stream", "output"):
             if fit is None:
@@ -120,12 +121,9 @@ class RunMaps:
 
     def plain(self, block: Block) -> Affine:
         """Least squares without units or weights: the map that the run saved."""
-        key = (block.index, -1)
-        if key not in self.fitted:
-            self.fitted[key] = self.run.maps[block.index].to(self.like)
-        plain = self.fitted[key]
-        assert isinstance(plain, Affine)
-        return plain
+        if block.index not in self.saved:
+            self.saved[block.index] = self.run.maps[block.index].to(self.like)
+        return self.saved[block.index]
 
     def baselines(self, block: Block) -> dict[str, Replacement]:
         """What a map has to beat: plain least squares, zero, and the mean output."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ from howlinear.swapping.maps import UNITS, RunMaps, match
 
 MIN_GAIN = 0.03  # share of the squared error; two standard errors of a loss would not show less
 
-Pairs = Sequence[tuple[Block, BlockProfile]]
-ByName = dict[str, SwapCost]  # "plain", "zero", "mean", and "chosen" where that is not plain
+Costs = dict[int, dict[str, SwapCost]]  # by block, and by name: "chosen", "plain", "zero", "mean"
 Measure = Callable[[Sequence[Variant]], Sweep]
 
 
@@ -76,10 +75,6 @@ class Swaps(Result):
         rises = extremes(((b.index, b.delta_ppl) for b in self.blocks), signed)
         return f"{alone}, perplexity {rises}"
 
-    def with_bytes(self, n_bytes: int) -> Swaps:
-        """The same with bits per byte, for a text of so many bytes."""
-        return replace(self, base=self.base and replace(self.base, n_bytes=n_bytes))
-
 
 def measure_swaps(
     model: nn.Module,
@@ -96,86 +91,91 @@ def measure_swaps(
 ) -> Swaps:
     """Replace each block of a run (or those `at`) alone by its map, and measure.
 
-    `choose` and `report` are tokens that the run never read, `fit` the tokens that it did: weighted
-    fits read them again.
+    The run never read the tokens `choose` and `report`; weighted fits read its own, `fit`, again.
     """
     if units != "auto" and units not in UNITS:
         raise ValueError(f"units is {units!r}, expected auto, 0, 1, 2 or 4 (--units)")
-    run, work = Profile.load(folder), work or Work()
-    pairs = match(model, run, at)
-    maps = RunMaps(model, Path(folder), run, weighting, fit, [b for b, _ in pairs], work)
-    evaluation = protocol_of(report, protocol)
+    run, work, evaluation = Profile.load(folder), work or Work(), protocol_of(report, protocol)
+    blocks = [b for b, _ in match(model, run, at)]
+    maps = RunMaps(model, Path(folder), run, weighting, fit, blocks, work)
     settings: dict[str, Any] = {"protocol": evaluation.name, "units": units}
     settings |= {"weighting": weighting, "batch_size": work.batch_size}
-
-    def measured(label: str, windows: WindowsLike, variants: Sequence[Variant]) -> Sweep:
-        return sweep(model, variants, windows, protocol=evaluation, work=work, label=label)
-
-    most = 0 if units == "auto" else int(units)
-    kept = {b.index: min(most, maps.ladder(b)[-1]) for b, _ in pairs}
-    base, notes = None, list[str]()
-    try:
-        Readout(model)
-    except ValueError as problem:
-        notes.append(f"no perplexity: {problem}")
-        variants = [(b, maps.map(b, kept[b.index])) for b, _ in pairs]
-        errors = map_errors(model, variants, report, work)
-        costs: dict[int, ByName] = {cost.block.index: {"chosen": cost} for cost in errors}
+    measure = partial(sweep, model, protocol=evaluation, work=work)
+    problem = _problem(model)
+    choosing = partial(measure, windows=choose, label="choosing units")
+    chosen = _chosen(units, blocks, maps, None if problem else choosing)
+    if problem:
+        errors = map_errors(model, [(b, chosen[b.index]) for b in blocks], report, work)
+        costs: Costs = {cost.block.index: {"chosen": cost} for cost in errors}
+        base, notes = None, [problem]
     else:
-        if units == "auto":
-            kept = _choose(pairs, maps, partial(measured, "choosing units", choose))
-        swept, costs = _reported(pairs, maps, kept, partial(measured, "swapping", report))
+        swept, costs = _reported(blocks, maps, chosen, partial(measure, windows=report))
         base, notes = swept.base, [swept.note] if swept.note else []
         settings |= {"tokens": base.tokens, "resumed": swept.resumed}
-    chosen = {b.index: maps.map(b, kept[b.index]) for b, _ in pairs}
-    records = [
-        _record(model, pair, maps, chosen[pair[0].index], costs[pair[0].index]) for pair in pairs
-    ]
-    by_block = {index: _of_chosen(named) for index, named in costs.items()}
-    signals = {} if base is None else _signals(pairs, records)
+    records = [_record(b, maps, chosen[b.index], costs[b.index]) for b in blocks]
+    by_block = {index: named["chosen"] for index, named in costs.items()}
+    signals = {} if base is None else _signals(records, maps.records)
     return Swaps(records, chosen, by_block, base, settings, signals, notes)
 
 
+def _problem(model: nn.Module) -> str:
+    """Why the model has no perplexity; empty if it has."""
+    try:
+        Readout(model)
+    except ValueError as problem:
+        return f"no perplexity: {problem}"
+    return ""
+
+
 def _reported(
-    pairs: Pairs, maps: RunMaps, kept: dict[int, int], measured: Measure
-) -> tuple[Sweep, dict[int, ByName]]:
-    """Every block's baselines and its chosen map in one sweep: the costs by block and name."""
+    blocks: Sequence[Block], maps: RunMaps, chosen: dict[int, Affine | UnitMap], measure: Measure
+) -> tuple[Sweep, Costs]:
+    """Every block's baselines and its chosen map in one sweep."""
     variants: dict[tuple[int, str], Variant] = {}
-    for b, _ in pairs:
+    for b in blocks:
         variants |= {(b.index, name): (b, m) for name, m in maps.baselines(b).items()}
-        chosen = maps.map(b, kept[b.index])
-        if chosen is not maps.plain(b):
-            variants[b.index, "chosen"] = (b, chosen)
-    swept = measured(list(variants.values()))
-    by_block: dict[int, ByName] = {b.index: {} for b, _ in pairs}
+        if chosen[b.index] is not maps.plain(b):
+            variants[b.index, "chosen"] = (b, chosen[b.index])
+    swept = measure(list(variants.values()))
+    costs: Costs = {b.index: {} for b in blocks}
     for (index, name), cost in zip(variants, swept.costs, strict=True):
-        by_block[index][name] = cost
-    return swept, by_block
-
-
-def _of_chosen(costs: ByName) -> SwapCost:
-    return costs["chosen"] if "chosen" in costs else costs["plain"]
+        costs[index][name] = cost
+    for named in costs.values():
+        named.setdefault("chosen", named["plain"])
+    return swept, costs
 
 
 # -- choosing k -----------------------------------------------------------------------------------
 
 
-def _choose(pairs: Pairs, maps: RunMaps, measured: Measure) -> dict[int, int]:
+def _chosen(
+    units: str | int, blocks: Sequence[Block], maps: RunMaps, measure: Measure | None
+) -> dict[int, Affine | UnitMap]:
+    """The map of each block; "auto" keeps no units where nothing can be measured."""
+    if units == "auto" and measure is not None:
+        kept = _choose(blocks, maps, measure)
+    else:
+        most = 0 if units == "auto" else int(units)
+        kept = {b.index: min(most, maps.ladder(b)[-1]) for b in blocks}
+    return {b.index: maps.map(b, kept[b.index]) for b in blocks}
+
+
+def _choose(blocks: Sequence[Block], maps: RunMaps, measure: Measure) -> dict[int, int]:
     """k for each block: first 0 and the most units; where the most gain, what lies between.
 
     Where keeping units removes less than MIN_GAIN of the squared error, nothing is run.
     """
 
     def tried(options: list[tuple[Block, int]]) -> dict[tuple[Block, int], Comparison]:
-        costs = measured([(b, maps.map(b, k)) for b, k in options]).costs if options else []
+        costs = measure([(b, maps.map(b, k)) for b, k in options]).costs if options else []
         changes = ((option, cost.change) for option, cost in zip(options, costs, strict=True))
         return {option: change for option, change in changes if change is not None}
 
-    at = [b for b, _ in pairs if maps.gain(b) >= MIN_GAIN]
+    at = [b for b in blocks if maps.gain(b) >= MIN_GAIN]
     ends = tried([(b, k) for b in at for k in dict.fromkeys((0, maps.ladder(b)[-1]))])
     gaining = [b for b in at if _gains(ends[b, 0], ends[b, maps.ladder(b)[-1]])]
     every = ends | tried([(b, k) for b in gaining for k in maps.ladder(b)[1:-1]])
-    kept = {b.index: 0 for b, _ in pairs}
+    kept = {b.index: 0 for b in blocks}
     for b in gaining:
         kept[b.index] = smallest_good({k: every[b, k] for k in maps.ladder(b)})
     return kept
@@ -208,14 +208,9 @@ def estimates(cost: SwapCost) -> dict[str, Any]:
 
 
 def _record(
-    model: nn.Module,
-    pair: tuple[Block, BlockProfile],
-    maps: RunMaps,
-    chosen: Affine | UnitMap,
-    costs: ByName,
+    block: Block, maps: RunMaps, chosen: Affine | UnitMap, costs: dict[str, SwapCost]
 ) -> BlockSwap:
-    (block, profile), cost = pair, _of_chosen(costs)
-    module = as_module(model, block)
+    module, cost = as_module(maps.model, block), costs["chosen"]
     parameters = sum(p.numel() for p in module.parameters())
     work = multiply_adds(module, block, maps.like)
     others = {
@@ -235,7 +230,7 @@ def _record(
         stream_error=cost.stream_error,
         params_saved=parameters - chosen.parameters,
         multiply_adds_saved=None if work is None else work - chosen.multiply_adds,
-        swap_signal=profile.swap_signal,
+        swap_signal=maps.records[block.index].swap_signal,
     )
 
 
@@ -249,22 +244,22 @@ def multiply_adds(module: nn.Module, block: Block, like: Tensor, rows: int = 8) 
     return round(counter.get_total_flops() / 2 / rows)
 
 
-def _signals(pairs: Pairs, records: list[BlockSwap]) -> dict[str, float | None]:
+def _signals(
+    records: list[BlockSwap], profiles: dict[int, BlockProfile]
+) -> dict[str, float | None]:
     """Rank correlation of a profile's fields with the measured cost of the plain map."""
-    profiles, costs = [p for _, p in pairs], [r.delta_nll_plain for r in records]
-    fields: dict[str, list[float | None]] = {
-        "1 - r2": [1 - p.r2 for p in profiles],
-        "1 - r2_body": [None if p.r2_body is None else 1 - p.r2_body for p in profiles],
-        "residual_norm": [p.residual_norm for p in profiles],
-        "stream_error": [p.stream_error for p in profiles],
-        "swap_signal": [p.swap_signal for p in profiles],
+    fields: dict[str, Callable[[BlockProfile], float | None]] = {
+        "1 - r2": lambda p: 1 - p.r2,
+        "1 - r2_body": lambda p: None if p.r2_body is None else 1 - p.r2_body,
+        "residual_norm": lambda p: p.residual_norm,
+        "stream_error": lambda p: p.stream_error,
+        "swap_signal": lambda p: p.swap_signal,
     }
     correlations: dict[str, float | None] = {}
-    for name, values in fields.items():
-        both = [
-            (v, c) for v, c in zip(values, costs, strict=True) if v is not None and c is not None
-        ]
-        enough = len(both) >= 3 and not any(math.isnan(v) for pair in both for v in pair)
-        ranked = spearman([v for v, _ in both], [c for _, c in both]) if enough else None
-        correlations[name] = ranked
+    for name, value in fields.items():
+        pairs = [(value(profiles[r.index]), r.delta_nll_plain) for r in records]
+        known = [(v, c) for v, c in pairs if v is not None and c is not None]
+        enough = len(known) >= 3 and not any(math.isnan(v) for pair in known for v in pair)
+        columns = zip(*known, strict=True)
+        correlations[name] = spearman(*map(list, columns)) if enough else None
     return correlations
