@@ -107,6 +107,7 @@ class _Stack:
     def run(self, i: int, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
         """Hidden states after layer i, from those before it, or from tokens if there are none yet."""
         answers: dict[nn.Module, Any] = {}
+        outputs: list[Any] = []
         if state is not None:
             state = state.to(self.forward.device)
             whole = state if self.extras < 0 else (state, *[None] * self.extras)
@@ -114,29 +115,22 @@ class _Stack:
             if state.shape[-1] == self.embedding_width:  # the embedding's weights are not needed
                 inputs = {"inputs_embeds": state, **inputs}
                 del inputs["input_ids"]
-        with answering(answers):
-            return self._output(i, inputs, stop=True)
-
-    def _output(self, i: int, inputs: dict[str, Tensor], stop: bool) -> Tensor:
-        """The hidden states that layer i returns in one forward."""
-        outputs: list[Any] = []
 
         def keep(_: nn.Module, args: Any, output: Any) -> None:
             outputs.append(output)
-            if stop:
-                raise StopForward
+            raise StopForward
 
         handle = self.layers[i].register_forward_hook(keep)
         try:
-            self.forward(inputs)
+            with answering(answers):
+                self.forward(inputs)
         finally:
             handle.remove()
-        if len(outputs) != 1:
-            raise RuntimeError(f"layer {i} ran {len(outputs)} times in one forward")
-        output = outputs[0]
-        self.extras = len(output) - 1 if isinstance(output, tuple) else -1
-        state: Tensor = output[0] if self.extras >= 0 else output
-        return state
+        if not outputs:
+            raise RuntimeError(f"layer {i} did not run in a forward")
+        self.extras = len(outputs[0]) - 1 if isinstance(outputs[0], tuple) else -1
+        after: Tensor = outputs[0][0] if self.extras >= 0 else outputs[0]
+        return after
 
     def check(self, inputs: dict[str, Tensor], last: int) -> None:
         """For an unknown family: refuse it if layers pass anything but hidden states.
@@ -145,7 +139,7 @@ class _Stack:
         """
         ids = inputs["input_ids"]
         batches = [inputs, inputs | {"input_ids": ids[:, :1].expand_as(ids)}]
-        wanted = [self._output(last, batch, stop=False).float() for batch in batches]
+        wanted = [self.run(last, batch, None).float() for batch in batches]
         states: list[Any] = [None, None]
         for i in range(last + 1):
             with resident([self.layers[i]]):

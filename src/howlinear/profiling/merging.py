@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,7 @@ class BlockId:
     def read(cls, data: dict[str, Any]) -> BlockId:
         names = ("index", "path", "d_in", "d_out")
         block = cls(**{name: data[name] for name in names}, expert=data.get("expert", ""))
-        numbers = (block.index, block.d_in, block.d_out)
-        texts = isinstance(block.path, str) and isinstance(block.expert, str)
-        if not texts or any(type(n) is not int or n < 0 for n in numbers):
+        if [type(value) for value in astuple(block)] != [int, str, int, int, str]:
             raise ValueError
         return block
 
