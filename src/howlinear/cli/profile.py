@@ -284,8 +284,8 @@ def check_room(memory: int, disk: int, out: Path) -> None:
 
 def _measured(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> Any:
     """The profile, or the moments of a shard."""
-    from howlinear.profiling.profiler import profile
     from howlinear.profiling.gathering import profile_shard
+    from howlinear.profiling.profiler import profile
 
     with progress_bars() as begin:
         course = replace(course, progress=begin)
