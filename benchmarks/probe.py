@@ -23,7 +23,7 @@ from howlinear.probing import bilinear
 from howlinear.probing.bilinear import solve_products, train_products
 from howlinear.probing.ladder import regressions
 from howlinear.probing.probes import windows_of
-from howlinear.probing.samples import gather, outcome
+from howlinear.probing.samples import gather, outcome, size_of
 from howlinear.probing.training import dense, train
 
 
@@ -73,14 +73,13 @@ def main() -> None:
         if options.networks:
             trained = train(dense(rows, 42), rows, stop, seed=42)
             steps, _ = regressions(model, block, rows, report, affine)
-            kept = max(
-                (s for s in steps if s["parameters"] <= trained.parameters), key=lambda s: s["k"]
-            )
+            size = size_of(trained.layer)
+            kept = max((s for s in steps if s["parameters"] <= size), key=lambda s: s["k"])
             net = outcome(trained.layer, affine, report)
             beaten += kept["r2"] > net.r2
             print(
                 f"          {kept['k']} units R2 {kept['r2']:.4f} ({kept['parameters']} parameters)  "
-                f"dense (2x) {net.r2:.4f} ({trained.parameters}), {trained.steps} steps, "
+                f"dense (2x) {net.r2:.4f} ({size}), {trained.steps} steps, "
                 f"{'' if trained.converged else 'not '}converged",
                 flush=True,
             )

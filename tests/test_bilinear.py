@@ -75,8 +75,8 @@ def test_ranks_are_nested_and_end_where_the_planted_rank_ends():
     f = planted.bilinear(2)
     fit, choose, report, affine = planted.samples(f, d=24, seed=2)
     gains = {
-        solved.rank: outcome(solved.layer, affine, report).gain
-        for solved in rank_sweep(fit, choose, affine, (1, 2, 4, 8))
+        rank: outcome(fitted.layer, affine, report).gain
+        for rank, fitted in rank_sweep(fit, choose, affine, (1, 2, 4, 8)).items()
     }
     truth = outcome(f, affine, report).gain
     assert gains[1] < gains[2] < gains[4]
@@ -109,7 +109,7 @@ def test_the_papers_way_trains_a_gate_and_keeps_its_best():
     solved = train_products(fit, choose, affine, steps=1500, every=100)
     gain = outcome(solved.layer, affine, report).gain
     assert 0.05 < gain <= outcome(f, affine, report).gain + 0.01
-    assert solved.gate > math.exp(-2)
+    assert solved.about["gate"] > math.exp(-2)
     assert dict(solved.curve)[solved.chosen_at] == max(g for _, g in solved.curve)
     ours = outcome(solve_products(fit, choose, affine).layer, affine, report).gain
     assert ours > gain

@@ -6,12 +6,16 @@ import pytest
 import torch
 
 import tiny
-from howlinear import profile
+from howlinear import blocks, profile
+from howlinear.controls import feeding
 from howlinear.controls.checkpoints import read_training
 from howlinear.controls.cross_feed import cross_feed, depth_pairs
 from howlinear.controls.matched import matched
 from howlinear.controls.random_init import random_init, untrained
-from howlinear.records.files import write_json
+from howlinear.linear.folds import Folds
+from howlinear.models.hooks import as_module
+from howlinear.probing.samples import Cast
+from howlinear.run.folder import RunFolder
 
 
 def ids(n=96, length=64, seed=0):
@@ -172,6 +176,23 @@ def test_the_predicted_map_is_as_good_as_any_on_gaussian_inputs_and_not_on_other
         assert told["r2"]["value"] <= row["r2"]["own"]["value"] + 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gaussian_rows_and_outputs_of_a_float64_block_are_float64(monkeypatch, dtype):
+    seen = set()
+
+    class Recording(feeding.Moments):
+        def update(self, x, y, *rest):
+            seen.update((x.dtype, y.dtype))
+            super().update(x, y, *rest)
+
+    monkeypatch.setattr(feeding, "Moments", Recording)
+    net = tiny.model("gpt2").to(dtype)
+    block, stats = blocks(net)[0], (torch.zeros(16).double(), torch.eye(16).double())
+    run = Cast(as_module(net, block))
+    feeding.on_gaussian(run, block, stats, ids(), Folds(5), seed=0)
+    assert seen == {torch.float64 if dtype == torch.float64 else torch.float32}
+
+
 def test_blocks_without_a_prediction_are_told():
     model = tiny.model("mixtral")
     found = matched(model, ids())
@@ -183,18 +204,18 @@ def test_blocks_without_a_prediction_are_told():
 
 
 def test_checkpoints_are_kept_and_gone_on_with(net, other, tmp_path):
-    path, asked = tmp_path / "control-checkpoints.json", {"folds": 5}
-    first = read_training(path, asked)
+    run, asked = RunFolder(tmp_path), {"folds": 5}
+    first = read_training(run, asked)
     first.measure(net, ids(), "step1")
-    write_json(path, first.to_dict())
-    again = read_training(path, asked)
+    path = run.write(first.to_dict())
+    again = read_training(run, asked)
     assert again.measured == ["step1"]
     again.measure(other, ids(), "step0")
     again.sort(["step0", "step1"])
     assert [c["name"] for c in again.checkpoints] == ["step0", "step1"]
     assert again.blocks[0]["r2"][1] == profile(net, ids().split(8)).blocks[0].r2
     with pytest.raises(ValueError, match="measured with other settings"):
-        read_training(path, {"folds": 4})
+        read_training(run, {"folds": 4})
     path.write_text(path.read_text().replace('"r2_body"', '"r2_soul"'))
     with pytest.raises(ValueError, match="damaged"):
-        read_training(path, asked)
+        read_training(run, asked)

@@ -173,7 +173,7 @@ def checkpoints(
     settings: dict[str, Any] = {"model": model, "text": text, "tokens": tokens}
     settings |= {"max_length": max_length, "folds": folds, "blocks": blocks}
     folder = RunFolder(out) if out else _folder(model)
-    result = subject.ranks.share(read_training(folder.path(TRAINING), settings))
+    result = subject.ranks.share(read_training(folder, settings))
     for label in [label for label in stages if label not in result.measured]:
         subject.name, subject.revision = stages[label]
         net, ids = subject.load(Loader(device, trust_remote_code, allow_pickle), label, blocks)

@@ -18,11 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from howlinear.compression.baselines import Baselines
-from howlinear.compression.measuring import Losses
+from howlinear.compression.baselines import baselines
 from howlinear.compression.plan import Budget, Option, Step, descent
 from howlinear.compression.plan import to_dict as plan_file
-from howlinear.compression.prices import Sizes, price_options, shapes_of_named
+from howlinear.compression.prices import Losses, Sizes, price_options, shapes_of_named
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.compression.search import Search, Trial
 from howlinear.linear.affine import Factored, Map, UnitMap
@@ -34,6 +33,7 @@ from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockCompression, BlockPlan
 from howlinear.records.words import signed
 from howlinear.report.results import Result
+from howlinear.run.folder import RunFolder
 from howlinear.run.work import Progress, Work
 from howlinear.swapping.maps import match
 
@@ -135,32 +135,17 @@ def compress_model(
     may rise by 5 %. Maps are fitted on the windows `fit`, chosen by `choose` and measured on `report`.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
-    rank, units = settings.rank, settings.units
     run, work = Profile.load(folder), Work(progress=progress)
     every = [b for b, _ in match(model, run, None)]
     fitter = Refitter(model, every, fit, intercept=settings.intercept)
     sizes, losses = Sizes(model, every), Losses(model, choose, report, settings.protocol, work)
     search = Search(fitter, sizes, losses)
-    options: list[Option] = []
-    path: list[Step] = []
-    if plan is not None:
-        best = search.best_target(_shapes_of_plan(plan, sizes))
-    elif at is not None:
-        named = [b for b, _ in match(model, run, at)]
-        best = search.best_target(shapes_of_named(fitter, sizes, losses, named, rank, units))
-    elif losses.reason:
-        raise ValueError(
-            f"--max-ppl-increase and --remove-params measure costs, but {losses.reason}: name "
-            "blocks (--blocks) or give a --plan"
-        )
-    else:
-        options = price_options(fitter, sizes, losses, rank, units)
-        path = descent(options)
-        best = search.within(path, budget)
-    baselines = Baselines(Path(folder), run, fitter, sizes, losses) if settings.baselines else None
-    points, notes = _reported(search, best, path, settings.curve, baselines)
-    if not settings.intercept and not losses.reason:
-        notes.append(_price_of_no_bias(search, best))
+    named = None if at is None else [b for b, _ in match(model, run, at)]
+    best, options, path = _choose(search, budget, plan, named, settings)
+    points = _ours(search, best, path, settings.curve)
+    if points and settings.baselines:
+        most = max(p.removed for p in points)
+        points += _compared(losses, baselines(RunFolder(folder), run, sizes, losses, most))
     return Compression(
         blocks=_records(best.maps, sizes, options),
         maps=best.maps,
@@ -173,13 +158,29 @@ def compress_model(
         settings={
             "protocol": losses.protocol.name,
             "fit_tokens": fit.numel(),
-            "budget": None if plan is not None or at is not None else asdict(budget),
-            "rank": rank,
-            "units": units,
-            "intercept": settings.intercept,
+            "budget": asdict(budget) if plan is None and at is None else None,
+            **{name: getattr(settings, name) for name in ("rank", "units", "intercept")},
         },
-        notes=notes,
+        notes=_notes(search, best),
     )
+
+
+def _choose(
+    search: Search,
+    budget: Budget,
+    plan: Sequence[BlockPlan] | None,
+    named: Sequence[Block] | None,
+    settings: CompressSettings,
+) -> tuple[Trial, list[Option], list[Step]]:
+    """What replaces each block: by the plan, of the named blocks, or the best within the budget."""
+    if plan is not None:
+        return search.best_target(_shapes_of_plan(plan, search.sizes)), [], []
+    parts, wanted = (search.fitter, search.sizes, search.losses), (settings.rank, settings.units)
+    if named is not None:
+        return search.best_target(shapes_of_named(*parts, named, *wanted)), [], []
+    options = price_options(*parts, *wanted)
+    path = descent(options)
+    return search.within(path, budget), options, path
 
 
 def _shapes_of_plan(plan: Sequence[BlockPlan], sizes: Sizes) -> dict[Block, Shape]:
@@ -195,17 +196,11 @@ def _shapes_of_plan(plan: Sequence[BlockPlan], sizes: Sizes) -> dict[Block, Shap
     return shapes
 
 
-def _reported(
-    search: Search,
-    best: Trial,
-    path: list[Step],
-    curve: Sequence[float],
-    baselines: Baselines | None,
-) -> tuple[list[Point], list[str]]:
-    """Ours, first at the budget and then along the curve, and the baselines, on the third text."""
-    losses, sizes = search.losses, search.sizes
+def _ours(search: Search, best: Trial, path: list[Step], curve: Sequence[float]) -> list[Point]:
+    """Our method on the third text: first at the budget, then along the curve."""
+    losses = search.losses
     if losses.reason:
-        return [], [f"no perplexity: {losses.reason}"]
+        return []
     sets = [(best.shapes, best.maps)]
     for share in curve if path else ():
         shapes = search.shapes_saving(path, share)
@@ -215,22 +210,32 @@ def _reported(
     for shapes, maps in sets:
         (change,) = losses.together([maps], losses.report)
         chosen = {b.index: shape for b, shape in shapes.items()}
-        points.append(Point("ours", sizes.removed(maps), change, chosen))
-    if baselines is not None:
-        others = baselines.until(max(p.removed for p in points))
-        changes = losses.together([maps for _, _, maps in others], losses.report)
-        for (method, removed, replaced), change in zip(others, changes, strict=True):
-            points.append(Point(method, removed, change, {b.index: (None, 0) for b in replaced}))
-    return points, []
+        points.append(Point("ours", search.sizes.removed(maps), change, chosen))
+    return points
 
 
-def _price_of_no_bias(search: Search, best: Trial) -> str:
-    """The same shapes fitted with biases, for comparison."""
+def _compared(
+    losses: Losses, others: Sequence[tuple[str, int, Mapping[Block, Any]]]
+) -> list[Point]:
+    """Other methods on the third text."""
+    changes = losses.together([maps for _, _, maps in others], losses.report)
+    return [
+        Point(method, removed, change, {b.index: (None, 0) for b in maps})
+        for (method, removed, maps), change in zip(others, changes, strict=True)
+    ]
+
+
+def _notes(search: Search, best: Trial) -> list[str]:
+    if search.losses.reason:
+        return [f"no perplexity: {search.losses.reason}"]
+    if search.fitter.intercept:
+        return []
+    # the same shapes fitted with biases, for comparison
     other = search.trial(best.shapes, best.target, intercept=True)
     assert best.change is not None
     assert other.change is not None
     gain, se = best.change.gain_over(other.change)
-    return f"without biases {-gain:+.4f} ± {se:.4f} nats a token, on the text to choose by"
+    return [f"without biases {-gain:+.4f} ± {se:.4f} nats a token, on the text to choose by"]
 
 
 def _records(

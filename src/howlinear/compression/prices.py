@@ -1,4 +1,4 @@
-"""What each way to replace each block saves and costs.
+"""What each way to replace blocks saves in parameters and costs in loss.
 
     options = price_options(fitter, sizes, losses, rank="auto", units="auto")
 
@@ -10,21 +10,28 @@ variance that each way leaves unexplained.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
-from howlinear.compression.measuring import Losses
 from howlinear.compression.plan import Option, expected
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.linear.affine import Map
 from howlinear.linear.unit_selection import GROUP
-from howlinear.models.families import Block
-from howlinear.models.hooks import as_module
+from howlinear.losses.perplexity import Comparison, compare_all
+from howlinear.losses.protocols import EvalProtocol, protocol_of
+from howlinear.losses.readout import Readout
+from howlinear.losses.sweeps import Variant, sweep
+from howlinear.models.families import Block, Replacement
+from howlinear.models.forward import WindowsLike
+from howlinear.models.hooks import as_module, swapped
 from howlinear.models.units import hidden_count, taken
+from howlinear.run.work import Work
 
 ALONE = (0.5, 0.75)
 RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
 BESIDE = (0.0, 0.25, 0.5)
+OPTION_TOKENS = 1024  # tokens on which the cost of one option is measured
 SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few, and few suffice
 
 
@@ -60,10 +67,54 @@ class Sizes:
         return min(units, self.hidden[block])
 
 
+class Losses:
+    """Measures replacements of blocks. `reason` says why a model without a loss has no costs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        choose: WindowsLike,
+        report: WindowsLike,
+        protocol: EvalProtocol | str | None,
+        work: Work,
+    ) -> None:
+        self.model, self.choose, self.report, self.work = model, choose, report, work
+        self.protocol = protocol_of(report, protocol)
+        self.reason = ""
+        try:
+            Readout(model)
+        except ValueError as error:
+            self.reason = str(error)
+
+    def alone(self, label: str, variants: Sequence[Variant]) -> list[Comparison]:
+        """Each replacement of one block alone, on the first tokens of the text for choosing."""
+        windows = self.choose
+        if isinstance(windows, Tensor):
+            windows = windows[: max(2, OPTION_TOKENS // windows.shape[1])]
+        swept = sweep(
+            self.model, variants, windows, protocol=self.protocol, work=self.work, label=label
+        )
+        return [cost.change for cost in swept.costs if cost.change is not None]
+
+    def together(
+        self, maps: Sequence[Mapping[Block, Replacement]], windows: WindowsLike
+    ) -> list[Comparison]:
+        """The model with all blocks of each mapping replaced."""
+        changes = [partial(swapped, self.model, replacements) for replacements in maps]
+        tokens = windows.numel() if isinstance(windows, Tensor) else 0
+        advance = self.work.begin("measuring", tokens)
+        return compare_all(self.model, changes, windows, self.protocol, progress=advance)
+
+
 def price_options(
     fitter: Refitter, sizes: Sizes, losses: Losses, rank: int | str, units: int | str
 ) -> list[Option]:
     """Every option of every block that saves parameters, with its cost on the text for choosing."""
+    if losses.reason:
+        raise ValueError(
+            f"--max-ppl-increase and --remove-params measure costs, but {losses.reason}: name "
+            "blocks (--blocks) or give a --plan"
+        )
     shapes = {b: _measured_shapes(b, sizes, rank, units) for b in fitter.at}
     ranks = {
         b: {sizes.units_near(b, share): _ranks(b, rank) for share in BESIDE}

@@ -16,8 +16,8 @@ the original model's ("stream"), which corrects errors of earlier maps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,7 +62,6 @@ class Refitter:
         # orders of hidden units: without a matrix, and beside one
         self.ladders: dict[Block, tuple[Elimination, Elimination]] = {}
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
-        self.direct: set[Block] = set()  # blocks whose input is the stream itself
 
     def fit_alone(
         self,
@@ -100,7 +99,8 @@ class Refitter:
         hidden = hidden_units(self.model, block) if hidden_count(self.model, block) else None
         moments = _moments(block, rows.x, rows.y, self.weights[block], hidden)
         if hidden is None:
-            self.rests[block] = {(None, 0): float(1 - _explained(moments))}
+            explained = float(solve(moments)[1].square().sum() / moments.S_yy.sum())
+            self.rests[block] = {(None, 0): 1 - explained}
             return moments
         alone, beside = (elimination(moments, block.d_in, matrix=m) for m in (False, True))
         self.ladders[block] = (alone, beside)
@@ -123,18 +123,12 @@ class Refitter:
         if missing := {b: () for b in shapes if b not in self.weights}:
             self.fit_alone(missing)
         intercept = self.intercept if intercept is None else intercept
-        maps: dict[Block, Map] = {}
         both = target == "stream"
-        with ExitStack() as stack:
-            streams = stack.enter_context(self._streams(list(shapes))) if both else None
-            layers = {
-                block: _FittingLayer(self, block, shape, maps, streams, advance, intercept)
-                for block, shape in shapes.items()
-            }
-            stack.enter_context(swapped(self.model, layers))
+        fits = _Refit(self, shapes, intercept, advance)
+        with fits.streams_read() if both else nullcontext(), swapped(self.model, fits.layers(both)):
             # with the stream target the first half of the batch is the original model's
             Forward(self.model)({"input_ids": self.windows.repeat(1 + both, 1)})
-        return maps
+        return fits.maps
 
     def units_of(self, block: Block, shape: Shape) -> tuple[tuple[int, ...], nn.Module | None]:
         """The hidden units that a map of this shape keeps, and a module that computes them."""
@@ -142,80 +136,76 @@ class Refitter:
         units = tuple(self.ladders[block][rank != 0].order[:k]) if k else ()
         return units, taken(self.model, block, units) if units else None
 
-    @contextmanager
-    def _streams(self, at: list[Block]) -> Iterator[dict[Block, Tensor]]:
-        """The residual stream before each block, where it can be read and the output adds to it."""
-        streams: dict[Block, Tensor] = {}
 
-        def keep(block: Block, _: nn.Module, args: tuple[Any, ...]) -> None:
-            streams[block] = args[0]
-
-        paths = inlets(self.model, at, _inputs(self.model, self.windows[:1, :8]))
-        handles = [
-            self.model.get_submodule(path).register_forward_pre_hook(partial(keep, block))
-            for block, path in paths.items()
-            if path and not block.out_norm
-        ]
-        self.direct = {b for b, path in paths.items() if path == "" and not b.out_norm}
-        try:
-            yield streams
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class _FittingLayer:
-    """In place of a block while all rows pass: fits the block's map to them, and returns its output."""
+class _Refit:
+    """One forward of all rows, in which each replaced block fits its map and returns its output."""
 
     def __init__(
         self,
         fitter: Refitter,
-        block: Block,
-        shape: Shape,
-        maps: dict[Block, Map],
-        streams: dict[Block, Tensor] | None,
-        advance: Advance | None,
+        shapes: Mapping[Block, Shape],
         intercept: bool,
+        advance: Advance | None,
     ) -> None:
-        self.fitter, self.block, self.maps, self.streams = fitter, block, maps, streams
-        self.module = as_module(fitter.model, block)
-        self.rank, (self.units, self.hidden) = shape[0], fitter.units_of(block, shape)
-        self.advance, self.intercept = advance, intercept
+        self.fitter, self.model, self.shapes = fitter, fitter.model, shapes
+        self.intercept, self.advance = intercept, advance
+        self.units = {b: fitter.units_of(b, shape) for b, shape in shapes.items()}
+        self.maps: dict[Block, Map] = {}
+        self.streams: dict[Block, Tensor] = {}  # the residual stream before each block
+        self.direct: set[Block] = set()  # blocks whose input is the stream itself
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.streams is None:
-            return self.fit(x, self.module(x))
-        if self.block in self.fitter.direct:
-            self.streams[self.block] = x
+    def layers(self, both: bool) -> dict[Block, Callable[[Tensor], Tensor]]:
+        """What runs in place of each block; with `both`, the batch has the original's half first."""
+        run = self.run_both if both else self.run
+        return {b: partial(run, b, as_module(self.model, b)) for b in self.shapes}
+
+    @contextmanager
+    def streams_read(self) -> Iterator[None]:
+        """Inside, streams are kept where they can be read and the block's output adds to them."""
+
+        def keep(block: Block, _: nn.Module, args: tuple[Any, ...]) -> None:
+            self.streams[block] = args[0]
+
+        few = {"input_ids": self.fitter.windows[:1, :8]}
+        paths = inlets(self.model, list(self.shapes), few)
+        paths = {b: path for b, path in paths.items() if path is not None and not b.out_norm}
+        self.direct = {b for b, path in paths.items() if path == ""}
+        with ExitStack() as stack:
+            for block in paths.keys() - self.direct:
+                module = self.model.get_submodule(str(paths[block]))
+                stack.enter_context(module.register_forward_pre_hook(partial(keep, block)))
+            yield
+
+    def run(self, block: Block, module: nn.Module, x: Tensor) -> Tensor:
+        return self.fit(block, x, module(x))
+
+    def run_both(self, block: Block, module: nn.Module, x: Tensor) -> Tensor:
+        """The original's output, and that of a map which brings the stream back to the original's."""
+        before = x if block in self.direct else self.streams.pop(block, None)
         original, x = x.chunk(2)
-        y = self.module(original)
-        before = self.streams.pop(self.block, None)
-        wanted = self.module(x) if before is None else y + _drift(before)
-        return torch.cat([y, self.fit(x, wanted)])
+        y = module(original)
+        if before is None:
+            return torch.cat([y, self.fit(block, x, module(x))])
+        stream, changed = before.chunk(2)
+        return torch.cat([y, self.fit(block, x, y + (stream - changed))])
 
-    def fit(self, x: Tensor, wanted: Tensor) -> Tensor:
-        block = self.block
+    def fit(self, block: Block, x: Tensor, wanted: Tensor) -> Tensor:
+        """Fit the block's map to these rows; its output."""
+        rank, (units, hidden) = self.shapes[block][0], self.units[block]
         flat, y = x.reshape(-1, block.d_in), wanted.reshape(-1, block.d_out)
-        alone = self.rank == 0 and self.hidden is not None
-        moments = _moments(block, flat, y, self.fitter.weights[block], self.hidden, alone)
-        d, columns = 0 if alone else block.d_in, range(len(self.units))
-        fitted = joint_map(moments, d, columns, self.rank, self.hidden, intercept=self.intercept)
+        alone = rank == 0 and hidden is not None
+        moments = _moments(block, flat, y, self.fitter.weights[block], hidden, alone)
+        d, columns = 0 if alone else block.d_in, range(len(units))
+        fitted = joint_map(moments, d, columns, rank, hidden, intercept=self.intercept)
         if isinstance(fitted, UnitMap):
-            fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
+            fitted = replace(fitted, units=units)  # numbers in the block, not columns
             if alone and isinstance(fitted.affine, Factored):
                 nothing = fitted.write.new_zeros(0, block.d_in)
                 fitted = replace(fitted, affine=replace(fitted.affine, into=nothing))
-        fitted = fitted.to(self.fitter.like)
-        self.maps[block] = fitted
+        self.maps[block] = fitted = fitted.to(self.fitter.like)
         if self.advance is not None:
             self.advance(len(flat))
         return fitted(x)
-
-
-def _inputs(model: nn.Module, windows: Tensor) -> dict[str, Tensor]:
-    ids = windows.to(next(model.parameters()).device)
-    config: Any = model.config
-    return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
 
 
 def _weights(rows: Rows) -> Tensor:
@@ -242,14 +232,3 @@ def _moments(
         moments.update(joint, ys, w)
     assert moments is not None
     return moments
-
-
-def _explained(moments: Moments) -> float:
-    """Share of variance that the full matrix explains, on the rows of the fit."""
-    return float(solve(moments)[1].square().sum() / moments.S_yy.sum())
-
-
-def _drift(before: Tensor) -> Tensor:
-    """The original model's stream, first half of the batch, minus the changed model's."""
-    original, changed = before.chunk(2)
-    return original - changed

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from howlinear.compression.measuring import Losses
 from howlinear.compression.plan import Budget, Step, after, saving, within
-from howlinear.compression.prices import Sizes
+from howlinear.compression.prices import Losses, Sizes
 from howlinear.compression.refitting import TARGETS, Refitter, Shape
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison
@@ -44,10 +43,10 @@ class Search:
         rows = len(shapes) * self.fitter.windows.numel()
         advance = self.losses.work.begin(f"refitting ({target})", rows)
         maps = self.fitter.refit(shapes, target, advance, **options)
-        reason, choose = self.losses.reason, self.losses.choose
-        return Trial(
-            shapes, maps, target, None if reason else self.losses.together([maps], choose)[0]
-        )
+        change = None
+        if not self.losses.reason:
+            (change,) = self.losses.together([maps], self.losses.choose)
+        return Trial(shapes, maps, target, change)
 
     def best_target(self, shapes: dict[Block, Shape]) -> Trial:
         """Fit to each target; the one with the lower loss on the text for choosing."""
@@ -80,9 +79,8 @@ class Search:
     def _within_nats(self, path: list[Step], nats: float) -> Trial:
         """Costs of blocks do not quite add up: fit, measure, correct the expected cost, repeat."""
         level, low, high = nats, (0.0, 0.0), None  # (expected, measured) below and above the budget
-        best: Trial | None = None
+        best, target = None, None
         tried: set[int] = set()
-        target = None
         for _ in range(ROUNDS):
             steps = max(within(path, level), 1)
             if steps in tried:
@@ -91,12 +89,12 @@ class Search:
             shapes = self.shapes_after(path, steps)
             new = self.trial(shapes, target) if target else self.best_target(shapes)
             target = new.target
-            if new.nats <= nats:
+            if new.nats > nats:
+                high = (level, new.nats)
+            else:
                 best, low = new, (level, new.nats)
                 if new.nats >= CLOSE * nats or steps == len(path):
                     break
-            else:
-                high = (level, new.nats)
             level = _next_level(low, high, nats)
         if best is None:
             raise ValueError(

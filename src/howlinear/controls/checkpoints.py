@@ -1,6 +1,6 @@
 """The profile of several checkpoints of one training run.
 
-training = read_training(folder / "control-checkpoints.json", asked)
+training = read_training(RunFolder("runs/control"), settings)
 training.measure(model, windows, "step1000")
 training.blocks[3]["r2"]                # of block 3, at every checkpoint
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from howlinear.profiling.passes import Course
-from howlinear.profiling.profiler import profile
+from howlinear.controls.results import profiled
 from howlinear.records.fields import MONITORED
-from howlinear.records.files import read_json
 from howlinear.report.results import Result
+from howlinear.run.folder import RunFolder
 from howlinear.run.work import Work
+
+KIND = "control-checkpoints"
 
 
 @dataclass(repr=False)
@@ -38,16 +38,14 @@ class Training(Result):
     @property
     def blocks(self) -> list[dict[str, Any]]:
         """One row per block, with its R2 at every checkpoint."""
-        if not self.checkpoints:
-            return []
-        first = self.checkpoints[0]["blocks"]
+        by_block = zip(*(c["blocks"] for c in self.checkpoints), strict=True)
         return [
             {
-                "index": b["index"],
-                "r2": [c["blocks"][i]["r2"] for c in self.checkpoints],
-                "r2_body": [c["blocks"][i]["r2_body"] for c in self.checkpoints],
+                "index": records[0]["index"],
+                "r2": [r["r2"] for r in records],
+                "r2_body": [r["r2_body"] for r in records],
             }
-            for i, b in enumerate(first)
+            for records in by_block
         ]
 
     def measure(
@@ -60,19 +58,11 @@ class Training(Result):
         work: Work | None = None,
     ) -> None:
         """Profile one more checkpoint."""
-        work = work or Work()
-        profiled = profile(
-            model,
-            windows,
-            at=at,
-            folds=self.settings["folds"],
-            signal=False,
-            course=Course(work.ranks, work.batch_size),
-            progress=work.begin(f"profiling {name}", windows.numel() // work.ranks.count),
-        )
-        if self.checkpoints and len(profiled.blocks) != len(self.checkpoints[0]["blocks"]):
-            raise ValueError(f"{name} has {len(profiled.blocks)} blocks, unlike the ones before it")
-        rows = [{field: getattr(b, field) for field in MONITORED} for b in profiled.blocks]
+        options = {"at": at, "folds": self.settings["folds"], "work": work or Work()}
+        records = profiled(model, windows, f"profiling {name}", **options).blocks
+        if self.checkpoints and len(records) != len(self.checkpoints[0]["blocks"]):
+            raise ValueError(f"{name} has {len(records)} blocks, unlike the ones before it")
+        rows = [{field: getattr(b, field) for field in MONITORED} for b in records]
         self.checkpoints.append({"name": name, "tokens": windows.numel(), "blocks": rows})
 
     def sort(self, names: Sequence[str]) -> None:
@@ -81,7 +71,7 @@ class Training(Result):
         self.checkpoints.sort(key=lambda c: place.get(c["name"], len(place)))
 
     def _file(self) -> tuple[str, dict[str, Any]]:
-        return "control-checkpoints", {
+        return KIND, {
             "asked": self.settings,
             "summary": {"measured": self.measured},
             "checkpoints": self.checkpoints,
@@ -94,11 +84,11 @@ class Training(Result):
         return f"{len(names)} checkpoints{which}, {len(self.blocks)} blocks"
 
 
-def read_training(path: Path, settings: dict[str, Any]) -> Training:
+def read_training(run: RunFolder, settings: dict[str, Any]) -> Training:
     """The checkpoints that an earlier call with the same settings measured; none if there is no file."""
-    if not path.exists():
+    if not run.has(KIND):
         return Training(settings)
-    data = read_json(path, "control-checkpoints")
+    data, path = run.read(KIND), run.path(KIND)
     if data.get("asked") != settings:
         raise ValueError(f"{path} was measured with other settings: name another folder with -o")
     checkpoints: Any = data.get("checkpoints")

@@ -9,7 +9,6 @@ activations are stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,82 +41,71 @@ def cross_feed(
     `pairs` is "same" (0:0, 1:1, ...), "all", or a list such as "3:5,4:4" (A's depth first). Windows
     are each model's own tokens of one text.
     """
-    work = work or Work()
+    work, split = work or Work(), Folds(folds)
     every = (blocks(model_a), blocks(model_b))
     chosen = depth_pairs(pairs, len(every[0]), len(every[1]))
     _check_widths(model_a, model_b, every, chosen)
-    split = Folds(folds)
-    for ids, at in ((windows_a, every[0]), (windows_b, every[1])):
-        check_rows(ids.shape[0], ids.shape[1], at[0].d_in, split)
     sides = []
     for k, (model, windows) in enumerate(((model_a, windows_a), (model_b, windows_b))):
+        check_rows(windows.shape[0], windows.shape[1], every[k][0].d_in, split)
         used = {i: every[k][i] for i in sorted({pair[k] for pair in chosen})}
-        stats = input_moments(model, windows, list(used.values()), work, f"inputs of {'AB'[k]}")
-        runs = {i: Cast(as_module(model, b)) for i, b in used.items()}
-        sides.append(_Side(model, windows, used, stats, runs))
-    scores = [
-        feed(
-            sides[k].model,
-            sides[k].windows,
-            _outputs(sides[k], sides[1 - k], [(pair[k], pair[1 - k]) for pair in chosen]),
-            split,
-            work,
-            f"blocks on the inputs of {'AB'[k]}",
-        )
-        for k in (0, 1)
-    ]
+        sides.append(_Side("AB"[k], model, windows, used))
+    for side in sides:
+        side.read_inputs(work)
+    a, b = sides
+    on_a = a.feed(b, chosen, split, work)
+    on_b = b.feed(a, [(j, i) for i, j in chosen], split, work)
     same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
-    rows = [
+    rows: list[dict[str, Any]] = []
+    for i, j in chosen:
+        names = {"index": i, "path": every[0][i].path, "index_b": j, "path_b": every[1][j].path}
+        rows.append(names | _two_by_two(i, j, on_a[i], on_b[j], paired=same_windows))
+    return Control(
+        "cross-feed",
+        rows,
+        {name: mean([r["split"][name]["value"] for r in rows]) for name in rows[0]["split"]},
         {
-            "index": i,
-            "path": every[0][i].path,
-            "index_b": j,
-            "path_b": every[1][j].path,
-            **_two_by_two(i, j, scores[0][i], scores[1][j], paired=same_windows),
-        }
-        for i, j in chosen
-    ]
-    summary = {
-        name: mean([r["split"][name]["value"] for r in rows])
-        for name in ("difference", "weights", "inputs")
-    }
-    settings = {
-        "pairs": pairs,
-        "tokens": [windows_a.numel(), windows_b.numel()],
-        "window": windows_a.shape[1],
-        "folds": folds,
-        "same_tokens": same_windows,
-    }
-    return Control("cross-feed", rows, summary, settings)
+            "pairs": pairs,
+            "tokens": [windows_a.numel(), windows_b.numel()],
+            "window": windows_a.shape[1],
+            "folds": folds,
+            "same_tokens": same_windows,
+        },
+    )
 
 
-@dataclass(frozen=True, eq=False)
 class _Side:
-    """One of the two models; dicts are by block index."""
+    """One model and some of its blocks; dicts are by block index."""
 
-    model: nn.Module
-    windows: Tensor
-    blocks: dict[int, Block]
     stats: dict[int, InputMoments]
-    runs: dict[int, Cast]
 
+    def __init__(
+        self, name: str, model: nn.Module, windows: Tensor, blocks: dict[int, Block]
+    ) -> None:
+        self.name, self.model, self.windows, self.blocks = name, model, windows, blocks
+        self.runs = {i: Cast(as_module(model, b)) for i, b in blocks.items()}
 
-def _outputs(
-    here: _Side, there: _Side, pairs: Sequence[tuple[int, int]]
-) -> dict[Block, dict[Any, Output]]:
-    """What is computed on the inputs of each block here.
+    def read_inputs(self, work: Work) -> None:
+        at, label = list(self.blocks.values()), f"inputs of {self.name}"
+        self.stats = input_moments(self.model, self.windows, at, work, label)
 
-    The block itself; each block from there that it is paired with; and the block itself on inputs
-    moved to the mean and covariance of that one's.
-    """
-    outputs: dict[Block, dict[Any, Output]] = {}
-    for i, block in here.blocks.items():
-        outputs[block] = {"own": Output(here.runs[i], block.d_out)}
-        for j in [j for first, j in pairs if first == i]:
-            outputs[block]["other", j] = Output(there.runs[j], there.blocks[j].d_out)
-            moved = transport(*here.stats[i], *there.stats[j])
-            outputs[block]["moved", j] = Output(here.runs[i], block.d_out, moved)
-    return outputs
+    def feed(
+        self, other: _Side, pairs: Sequence[tuple[int, int]], split: Folds, work: Work
+    ) -> dict[int, dict[Any, Sums]]:
+        """Fold sums of what is computed on the inputs of each block here.
+
+        The block itself; each block of the other model that it is paired with; and the block itself
+        on inputs moved to the mean and covariance of that one's.
+        """
+        outputs: dict[Block, dict[Any, Output]] = {
+            b: {"own": Output(self.runs[i], b.d_out)} for i, b in self.blocks.items()
+        }
+        for i, j in pairs:
+            block, moved = self.blocks[i], transport(*self.stats[i], *other.stats[j])
+            outputs[block]["other", j] = Output(other.runs[j], other.blocks[j].d_out)
+            outputs[block]["moved", j] = Output(self.runs[i], block.d_out, moved)
+        label = f"blocks on the inputs of {self.name}"
+        return feed(self.model, self.windows, outputs, split, work, label)
 
 
 def _two_by_two(

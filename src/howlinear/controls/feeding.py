@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from howlinear.linear.rows import Rows
 from howlinear.linear.scoring import cross_validate, score
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch, run_rows
+from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums
 from howlinear.run.work import Work
 
@@ -45,6 +45,9 @@ class Output:
     run: RowFunction
     d_out: int
     move: RowFunction | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x if self.move is None else self.move(x))
 
 
 def input_moments(
@@ -68,46 +71,36 @@ def feed(
     split: Folds,
     work: Work,
     label: str,
-    predicted: Mapping[int, Affine] = MappingProxyType({}),
+    predicted: Mapping[int, Affine] | None = None,
 ) -> dict[int, dict[Any, Sums]]:
     """Cross-validated sums of each block's outputs on its inputs, by block index.
 
     The first output of a block is "own", what the block itself computes. `predicted` has maps of
     that one, by block index, to score on the same rows.
     """
-    ranks, groups = (
-        work.ranks,
-        {
-            b.index: [
-                Moments(b.d_in, sum(o.d_out for o in outputs[b].values()))
-                for _ in range(split.groups)
-            ]
-            for b in outputs
-        },
-    )
+    columns = {b: _columns(outputs[b]) for b in outputs}
+    groups = {
+        b: [Moments(b.d_in, max(c.stop for c in columns[b].values())) for _ in range(split.groups)]
+        for b in outputs
+    }
 
     def receive(batch: Batch, block: Block, rows: Rows) -> None:
         assert rows.shape is not None
         B, L = rows.shape
         x = rows.x.view(B, L, -1)
-        parts = [
-            rows.y if name == "own" else o.run(x if o.move is None else o.move(x))
-            for name, o in outputs[block].items()
-        ]
+        parts = [rows.y if name == "own" else o(x) for name, o in outputs[block].items()]
         y = torch.cat([part.view(B, L, -1) for part in parts], -1)
         for g, w, p in split.pieces(batch.offsets, L):
-            groups[block.index][g].update(x[w, p], y[w, p])
+            groups[block][g].update(x[w, p], y[w, p])
 
-    at = sorted(outputs, key=lambda b: b.index)
+    at, ranks = sorted(outputs, key=lambda b: b.index), work.ranks
     run_rows(model, windows, receive, at=at, work=work, label=label)
     scores: dict[int, dict[Any, Sums]] = {}
     for k, b in enumerate(at):
-        collected = [ranks.collect(m, k % ranks.count) for m in groups.pop(b.index)]
+        collected = [ranks.collect(m, k % ranks.count) for m in groups.pop(b)]
         if ranks.mine(k):
             folds = [m for m in collected if m is not None and m.n]
-            scores[b.index] = _cross_validated(folds, _columns(outputs[b]))
-            if b.index in predicted:
-                scores[b.index]["predicted"] = [_fold_sums(predicted[b.index], folds)]
+            scores[b.index] = _cross_validated(folds, columns[b], (predicted or {}).get(b.index))
     return ranks.joined(scores)
 
 
@@ -120,31 +113,39 @@ def _columns(outputs: Mapping[Any, Output]) -> dict[Any, slice]:
     return columns
 
 
-def _cross_validated(groups: list[Moments], columns: dict[Any, slice]) -> dict[Any, Sums]:
-    """[SS_res, SS_tot] of each fold by the map of the others, for each part of the outputs."""
-    scores = cross_validate(groups)
-    return {name: [[one.sums(part) for one in scores]] for name, part in columns.items()}
+def _cross_validated(
+    groups: list[Moments], columns: dict[Any, slice], predicted: Affine | None
+) -> dict[Any, Sums]:
+    """[SS_res, SS_tot] of each fold by the map of the others, for each part of the outputs.
 
-
-def _fold_sums(affine: Affine, groups: list[Moments]) -> list[list[float]]:
-    """[SS_res, SS_tot] of each fold by a map of the first d_out columns of y."""
-    more = groups[0].d_out - affine.d_out
-    W = torch.nn.functional.pad(affine.weight, (0, 0, 0, more))
-    padded = Affine(W, torch.nn.functional.pad(affine.bias, (0, more)), affine.rank)
-    return [score(padded, m).sums(slice(affine.d_out)) for m in groups]
+    "predicted" are those of a map of the first columns of y that is not fitted.
+    """
+    scores, sums = cross_validate(groups), dict[Any, Sums]()
+    for name, part in columns.items():
+        sums[name] = [[one.sums(part) for one in scores]]
+    if predicted is not None:
+        pad, more = nn.functional.pad, groups[0].d_out - predicted.d_out
+        weight, bias = pad(predicted.weight, (0, 0, 0, more)), pad(predicted.bias, (0, more))
+        padded = Affine(weight, bias, predicted.rank)
+        sums["predicted"] = [[score(padded, m).sums(slice(predicted.d_out)) for m in groups]]
+    return sums
 
 
 @torch.no_grad()
 def on_gaussian(
-    run: RowFunction,
+    run: Cast,
     block: Block,
     stats: InputMoments,
     windows: Tensor,
     split: Folds,
     seed: int,
     predicted: Affine | None = None,
-) -> tuple[Sums, Sums | None]:
-    """Fold sums on as many Gaussian rows as the text has, and those of a predicted map there."""
+) -> dict[Any, Sums]:
+    """Fold sums on as many Gaussian rows as the text has ("gaussian"), and of a predicted map there.
+
+    Rows are float32, or float64 for a block in float64.
+    """
+    dtype = torch.promote_types(next(run.parameters()).dtype, torch.float32)
     generator, root = torch.Generator().manual_seed(seed), symmetric_root(stats[1])
     groups = [Moments(block.d_in, block.d_out) for _ in range(split.groups)]
     sizes = [0] * split.groups
@@ -153,8 +154,7 @@ def on_gaussian(
         sizes[g] += (w.stop - w.start) * length
     for moments, size in zip(groups, sizes, strict=True):
         for start in range(0, size, GAUSSIAN_ROWS):
-            x = draw(stats[0], root, min(GAUSSIAN_ROWS, size - start), generator).float()
+            x = draw(stats[0], root, min(GAUSSIAN_ROWS, size - start), generator).to(dtype)
             moments.update(x, run(x))
     folds = [m for m in groups if m.n]
-    sums = _cross_validated(folds, {"own": slice(None)})["own"]
-    return sums, None if predicted is None else [_fold_sums(predicted, folds)]
+    return _cross_validated(folds, {"gaussian": slice(None)}, predicted)

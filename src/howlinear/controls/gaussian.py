@@ -12,8 +12,8 @@ too, and what is left are integrals over one variable, t = (g_j - E g_j) / s_j:
     plain  h = a(g):    E[dh/dg] = E[a t] / s
     gated  h = a(g) u:  E[dh/du] = E[a],   E[dh/dg] = (E[h t] - (c / s) E[a]) / s,   c = Cov(g, u)
 
-They are taken on a fine grid, which kinks (ReLU) do not disturb. The activation is whatever the
-block's own modules do between their projections; that it is a(g) or a(g) u is tried, not assumed.
+They are summed on a fine grid, on which kinks (ReLU) cost little accuracy. The activation is what the
+block's own modules compute between their projections; that it is a(g) or a(g) u is tested.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from howlinear.models.families import Block, projection_shape
 from howlinear.models.hooks import Chain, as_module
 from howlinear.models.units import hidden_units, rebuilt, weight_of, writes
 
-STEP, REACH = (
-    0.01,
-    9.0,
-)  # of the grid, in standard deviations: a kink leaves an error of STEP^2 / 12
-NODES = 64  # at a time
+STEP = 0.01  # of the grid, in standard deviations: a kink leaves an error of STEP^2 / 12
+REACH = 9.0  # of the grid to either side, in standard deviations
+NODES = 64  # grid points at a time
 NOISE = (16 * torch.finfo(torch.float32).eps) ** 2  # variance that rounding leaves of none
 
 
@@ -73,38 +71,36 @@ def expected_map(model: nn.Module, block: Block, mean: Tensor, covariance: Tenso
 
     ValueError for blocks whose hidden units are not a(g) or a(g) u: experts, mixing, two activations.
     """
-    inside = _Inside(model, block)
-    (G, b), *second = inside.projections
+    units = _HiddenUnits(model, block)
+    (G, b), *second = units.projections
     mu, s2 = G @ mean + b, ((G @ covariance) * G).sum(1)
     s = s2.clamp_min(0).sqrt()
-    moved = torch.where(
-        s > 0, 1 / s.clamp_min(1e-300), 0.0
-    )  # zero for a unit whose input does not vary
-    e0, e1, e2 = inside.moments(mu, s)
+    # zero for a unit whose input does not vary
+    inverse = torch.where(s > 0, 1 / s.clamp_min(1e-300), 0.0)
+    e0, e1, e2 = units.moments(mu, s)
     if not second:
-        expected, by_g = e0, e1 * moved
+        expected, by_g = e0, e1 * inverse
         W = by_g[:, None] * G
     else:
         U, c = second[0]
         mean_u = U @ mean + c
-        slope = ((G @ covariance) * U).sum(1) * moved  # Cov(g, u) / s
+        slope = ((G @ covariance) * U).sum(1) * inverse  # Cov(g, u) / s
         expected = mean_u * e0 + slope * e1
-        by_g = (mean_u * e1 + slope * e2 - slope * e0) * moved
+        by_g = (mean_u * e1 + slope * e2 - slope * e0) * inverse
         W = by_g[:, None] * G + e0[:, None] * U
-    W = inside.down @ W
-    return Affine(W, inside.down @ expected + inside.bias - W @ mean, block.d_in)
+    W = units.down @ W
+    return Affine(W, units.down @ expected + units.bias - W @ mean, block.d_in)
 
 
-class _Inside:
-    """A block's projections, gate first, and its activation as a function of what they give."""
+class _HiddenUnits:
+    """A block's projections, gate first, and its hidden units as a function of their outputs."""
 
     def __init__(self, model: nn.Module, block: Block) -> None:
-        name = f"block {block.index} ({block.path})"
         if writes(model, block) is None:
-            raise ValueError(f"{name} has no hidden units that stand alone, so no Gaussian map")
+            raise ValueError(f"{block} has no hidden units that stand alone, so no Gaussian map")
         down = attrgetter(str(block.down))(model)
         self.down, self.bias = _double(down)
-        self._check_end(model, block, down, name)
+        self._check_end(model, block, down)
         steps = [attrgetter(path)(model) for path in block.steps]
         before = [
             module
@@ -113,46 +109,44 @@ class _Inside:
             if module is not down and projection_shape(module) is not None
         ]
         self.fixed = [_FixedOutput() for _ in before]
-        narrow: dict[nn.Module, nn.Module] = dict(zip(before, self.fixed, strict=True))
-        narrow[down] = nn.Identity()
-        narrow[down].register_buffer("weight", self.down.new_empty(0), persistent=False)
-        self.chain = Chain([rebuilt(step, narrow) for step in steps])
+        replaced: dict[nn.Module, nn.Module] = dict(zip(before, self.fixed, strict=True))
+        replaced[down] = nn.Identity()
+        replaced[down].register_buffer("weight", self.down.new_empty(0), persistent=False)
+        self.chain = Chain([rebuilt(step, replaced) for step in steps])
         m = self.down.shape[1]
         self.projections = [
             (W[i : i + m], b[i : i + m])
             for W, b in map(_double, before)
             for i in range(0, len(W), m)
         ]
-        self._order(m, name)
+        self._order(m, block)
 
-    def _check_end(self, model: nn.Module, block: Block, down: nn.Module, name: str) -> None:
-        """Nothing follows the last projection."""
+    def _check_end(self, model: nn.Module, block: Block, down: nn.Module) -> None:
+        """ValueError if the block does anything after its last projection."""
         weight = weight_of(down)
         x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
         with torch.no_grad():
             got, want = down(hidden_units(model, block)(x)), as_module(model, block)(x)
-        want = want[0] if isinstance(want, tuple) else want
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
-            raise ValueError(f"{name} does more after its last projection, so no Gaussian map")
+            raise ValueError(f"{block} does more after its last projection, so no Gaussian map")
 
-    def _order(self, m: int, name: str) -> None:
-        """Order the projections: the gate first, the one it multiplies second."""
-        z = torch.randn(2, 4, m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    def _order(self, m: int, block: Block) -> None:
+        """Order the projections: the gate first, the one that multiplies it second."""
         if len(self.projections) == 1:
             return
-        if len(self.projections) == 2:
-            for swap in (False, True):
-                self.swap = swap
-                once, twice = self._hidden(z[0], z[1]), self._hidden(z[0], -2 * z[1])
-                if torch.allclose(twice, -2 * once, rtol=1e-4, atol=1e-6):
-                    self.projections = self.projections[:: -1 if swap else 1]
-                    return
-        raise ValueError(f"{name} does not multiply by one of its projections: no Gaussian map")
+        g, u = torch.randn(2, 4, m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        for swap in (False, True) if len(self.projections) == 2 else ():
+            self.swap = swap
+            once, twice = self._hidden(g, u), self._hidden(g, -2 * u)
+            if torch.allclose(twice, -2 * once, rtol=1e-4, atol=1e-6):
+                self.projections = self.projections[:: -1 if swap else 1]
+                return
+        raise ValueError(f"{block} does not multiply by one of its projections: no Gaussian map")
 
-    swap = False
+    swap = False  # does the block apply the gate's projection second?
 
     def _hidden(self, *values: Tensor) -> Tensor:
-        """Hidden units for given outputs of the projections, gate first."""
+        """Hidden units where these are the outputs of the projections, gate first."""
         outputs = list(values[::-1] if self.swap else values)
         if len(self.fixed) == 1:
             outputs = [torch.cat(outputs, -1)]  # gate and up in one projection
@@ -169,11 +163,8 @@ class _Inside:
         sums = torch.zeros(3, len(mu), dtype=torch.float64)
         for nodes, weights in zip(t.split(NODES), w.split(NODES), strict=True):
             g = mu + s * nodes[:, None]
-            a = (
-                self._hidden(g, torch.ones_like(g))
-                if len(self.projections) == 2
-                else self._hidden(g)
-            )
+            ones = [torch.ones_like(g)] * (len(self.projections) - 1)
+            a = self._hidden(g, *ones)
             for k in range(3):
                 sums[k] += (weights * nodes**k) @ a
         return sums[0], sums[1], sums[2]

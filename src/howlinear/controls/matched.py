@@ -53,7 +53,7 @@ def matched(
     predicted, notes = _predicted_maps(model, measured, stats)
     outputs = {b: _outputs(b, runs[b.index], stats[b.index]) for b in measured}
     scores = feed(model, windows, outputs, split, work, "blocks on their inputs, moved", predicted)
-    drawn: dict[int, tuple[Sums, Sums | None]] = {}
+    drawn: dict[int, dict[Any, Sums]] = {}
     advance = work.begin("blocks on Gaussian inputs", windows.numel())
     for k, b in enumerate(measured):
         if work.ranks.mine(k):
@@ -61,7 +61,7 @@ def matched(
             drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
         advance(windows.numel() // len(measured))
     drawn = work.ranks.joined(drawn)
-    rows = [_row(b, scores[b.index], *drawn[b.index]) for b in measured]
+    rows = [_row(b, scores[b.index], drawn[b.index]) for b in measured]
     settings = {
         "tokens": windows.numel(),
         "window": windows.shape[1],
@@ -94,23 +94,19 @@ def _predicted_maps(
     return maps, notes
 
 
-def _row(
-    block: Block, scores: dict[Any, Sums], gaussian: Sums, predicted_gaussian: Sums | None
-) -> dict[str, Any]:
-    """R2 of one block on each kind of input, and R2 of its predicted map."""
-    by_inputs = {name: s for name, s in scores.items() if name != "predicted"}
+def _row(block: Block, scores: dict[Any, Sums], drawn: dict[Any, Sums]) -> dict[str, Any]:
+    """R2 of one block on each kind of input, and R2 of its predicted map on own and drawn ones."""
     predicted = None
-    if "predicted" in scores and predicted_gaussian is not None:
+    if "predicted" in scores:
         predicted = {
-            "r2": estimate([scores["predicted"]], True),
-            "r2_gaussian": r2s(predicted_gaussian)[0],
+            "r2": estimate([scores.pop("predicted")], True),
+            "r2_gaussian": r2s(drawn.pop("predicted"))[0],
         }
+    by_inputs = scores | drawn
     return {
         "index": block.index,
         "path": block.path,
-        "r2": {
-            name: estimate([s], True) for name, s in (by_inputs | {"gaussian": gaussian}).items()
-        },
+        "r2": {name: estimate([sums], True) for name, sums in by_inputs.items()},
         "predicted": predicted,
     }
 

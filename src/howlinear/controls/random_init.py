@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howlinear.controls.results import Control, mean
-from howlinear.profiling.passes import Course
-from howlinear.profiling.profiler import Profile, profile
+from howlinear.controls.results import Control, mean, profiled
+from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import pearson
 from howlinear.run.work import Work
@@ -39,18 +39,11 @@ def random_init(
     """
     if seeds < 1:
         raise ValueError(f"a band needs at least one seed, got {seeds} (--seeds)")
-    work = work or Work()
-
-    def measured(net: nn.Module, label: str) -> Profile:
-        advance = work.begin(label, windows.numel() // work.ranks.count)
-        course = Course(work.ranks, work.batch_size)
-        options: dict[str, Any] = {"at": at, "folds": folds, "signal": False}
-        return profile(net, windows, **options, course=course, progress=advance)
-
+    measured = partial(profiled, windows=windows, at=at, folds=folds, work=work or Work())
     if trained is None:
-        trained = measured(model, "profiling the trained model")
+        trained = measured(model, label="profiling the trained model")
     draws = [
-        measured(untrained(model, seed, shuffled), f"profiling without training, seed {seed}")
+        measured(untrained(model, seed, shuffled), label=f"profiling without training, seed {seed}")
         for seed in range(seeds)
     ]
     rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]

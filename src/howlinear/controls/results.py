@@ -1,4 +1,4 @@
-"""What a control hands back, and the numbers that every control computes from fold sums."""
+"""The result of a control, and what several controls compute."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor, nn
+
+from howlinear.profiling.passes import Course
+from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.statistics import Sums, jackknife
 from howlinear.report.results import Result
+from howlinear.run.work import Work
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,3 +48,18 @@ def estimate(
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def profiled(
+    model: nn.Module, windows: Tensor, label: str, *, at: str | None, folds: int, work: Work
+) -> Profile:
+    """A profile without the swap signal, shared by the ranks of `work`."""
+    return profile(
+        model,
+        windows,
+        at=at,
+        folds=folds,
+        signal=False,
+        course=Course(work.ranks, work.batch_size),
+        progress=work.begin(label, windows.numel() // work.ranks.count),
+    )

@@ -1,7 +1,7 @@
 """Is the residual a sum of products? y ~ Wx + b + A[(Ux) * (Vx)], with W and b of the least-squares map.
 
-    solved = solve_products(fit, choose, affine, rank=16, seed=0)
-    outcome(solved.layer, affine, report).gain
+    fitted = solve_products(fit, choose, affine, rank=16, seed=0)
+    outcome(fitted.layer, affine, report).gain
 
 Given U and V the best A is a small least-squares problem, so the search is over U and V alone, by
 L-BFGS on all fit rows (variable projection). Real activations have a few large rows that can be
@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
+from howlinear.probing.fitting import Fitted, best_of, descend
 from howlinear.probing.samples import CHUNK, Layer, Sample, errors, outcome, size_of
 
 WHITENING = 0.25  # of 1
@@ -72,33 +71,12 @@ class Bilinear(nn.Module):
         return linear(linear(x, self.left) * linear(x, self.right), self.write)
 
 
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """A fitted layer, and the search that led to it."""
-
-    layer: Bilinear
-    rank: int
-    seed: int
-    solver: str
-    steps: int
-    seconds: float
-    converged: bool
-    chosen_at: int  # step with the highest gain on the rows kept for stopping
-    curve: list[tuple[int, float]]  # step, gain on those rows
-    gate: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("rank", "seed", "solver", "steps", "seconds", "converged", "chosen_at", "gate")
-        return {name: getattr(self, name) for name in names} | {"curve": self.curve}
-
-
+@torch.no_grad()
 def recruitment(layer: Bilinear, affine: Affine, sample: Sample) -> float:
     """Root mean square of the product term over that of the map's residual: 0 if it is not used."""
     rest = float(errors(affine, sample)[0].sum())
-    with torch.no_grad():
-        used = sum(
-            float((layer(x) - affine(x)).double().square().sum()) for x in sample.x.split(CHUNK)
-        )
+    parts = sample.x.split(CHUNK)
+    used = sum(float((layer(x) - affine(x)).double().square().sum()) for x in parts)
     return math.sqrt(used / rest) if rest > 0 else math.nan
 
 
@@ -110,49 +88,45 @@ def solve_products(
     rank: int = 16,
     seed: int = 0,
     start: Bilinear | None = None,
-) -> Solved:
+) -> Fitted:
     """Variable projection: U and V by L-BFGS on all rows, A in closed form at every step.
 
     `start` is a layer of lower rank to begin from. O(6 n d rank) multiply-adds an iteration.
     """
-    began = time.perf_counter()
-    problem = _Problem(fit, affine)
-    g = torch.Generator().manual_seed(seed)
-    P = nn.Parameter(_start(problem, rank, start, g))
-    search = _Search(problem, P)
-    choose_gain = _Gain(choose, affine)
-    best, best_gain, chosen_at = problem.layer(P), 0.0, 0
-    best.write.data.zero_()  # the affine map itself
-    best.bias.data.copy_(affine.bias)
-    curve, before, level, converged, steps, idle = [(0, 0.0)], 0.0, 0.0, False, 0, 0
-    while steps < ITERATIONS and idle < PATIENCE:
+    fitted = Fitted(seed, rank=rank, solver="ours", gate=None)
+    problem, gain_of = _Problem(fit, affine), _gain_on(choose, affine)
+    P = nn.Parameter(_start(problem, rank, start, torch.Generator().manual_seed(seed)))
+    unused = problem.layer(P)
+    unused.write.data.zero_()  # the affine map itself
+    unused.bias.data.copy_(affine.bias)
+    fitted.check(0, 0.0, unused)
+    search, before, level, idle = _Search(problem, P), 0.0, 0.0, 0
+    while fitted.steps < ITERATIONS and idle < PATIENCE:
         search.advance()
-        steps += EVERY
         layer = problem.layer(P)
-        curve.append((steps, gain := choose_gain(layer)))
-        idle = 0 if gain > best_gain * (1 + TOLERANCE) else idle + 1
-        if gain > best_gain:
-            best, best_gain, chosen_at = layer, gain, steps
-        converged = before - problem.value <= TOLERANCE * -problem.value
+        gain = gain_of(layer)
+        idle = 0 if gain > fitted.best * (1 + TOLERANCE) else idle + 1
+        fitted.check(fitted.steps + EVERY, gain, layer)
+        fitted.converged = before - problem.value <= TOLERANCE * -problem.value
         before = problem.value
-        if converged and best_gain <= level * (1 + TOLERANCE):
-            break  # the ridge before did as well
-        if converged:
-            level, problem.ridge, idle = best_gain, problem.ridge / 10, 0
-            problem.layer(P)
+        if fitted.converged:
+            if fitted.best <= level * (1 + TOLERANCE):
+                break  # the larger ridge did as well
+            level, problem.ridge, idle = fitted.best, problem.ridge / 10, 0
+            problem.best(P.detach())
             before = problem.value
             search = _Search(problem, P)  # the curvature has changed
-    seconds = time.perf_counter() - began
-    converged = converged or steps < ITERATIONS
-    return Solved(best, rank, seed, "ours", steps, seconds, converged, chosen_at, curve)
+    fitted.converged = fitted.converged or fitted.steps < ITERATIONS
+    return fitted
 
 
 def _start(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Generator) -> Tensor:
     """(2, rank, d_in): the best of a few short searches on some of the rows.
 
-    Some searches end where two products do the work of one and a third is missing. That shows early.
+    Some searches end where two products do the work of one and another is missing. A short search
+    shows it.
     """
-    d, best, furthest = problem.x.shape[1], torch.zeros(0), math.inf
+    d, best, lowest = problem.x.shape[1], torch.zeros(0), math.inf
     few = problem.narrow(torch.randperm(problem.n, generator=g)[: max(problem.n // 8, START_ROWS)])
     for _ in range(STARTS):
         factors = torch.randn(2, rank, d, generator=g) * problem.weights.rsqrt()
@@ -163,8 +137,8 @@ def _start(problem: _Problem, rank: int, start: Bilinear | None, g: torch.Genera
         for _ in range(START_CHECKS):
             search.advance()
         few.best(P.detach())
-        if few.value < furthest:
-            best, furthest = P.detach(), few.value
+        if few.value < lowest:
+            best, lowest = P.detach(), few.value
     return best
 
 
@@ -272,25 +246,24 @@ class _Problem:
         return Bilinear(self.affine, left, right, self.write, self.mean)
 
 
-class _Gain:
-    """The gain on rows that are not fitted; the map runs on them once."""
-
-    def __init__(self, choose: Sample, affine: Affine) -> None:
-        self.x, self.affine, self.rest = choose.x, affine, residual(choose, affine)
-        self.squares, self.total = self.rest.double().square().sum(), choose.spread.sum()
+def _gain_on(choose: Sample, affine: Affine) -> Callable[[Bilinear], float]:
+    """A layer's gain on rows that are not fitted; the map runs on them once."""
+    rest = residual(choose, affine)
+    squares, total = rest.double().square().sum(), choose.spread.sum()
 
     @torch.no_grad()
-    def __call__(self, layer: Bilinear) -> float:
-        change = layer.products(self.x) + (layer.bias - self.affine.bias)
-        left = (self.rest - change).square().sum(1).double().sum()
-        return float((self.squares - left) / self.total)
+    def gain(layer: Bilinear) -> float:
+        change = layer.products(choose.x) + (layer.bias - affine.bias)
+        left = (rest - change).square().sum(1).double().sum()
+        return float((squares - left) / total)
+
+    return gain
 
 
 def residual(sample: Sample, affine: Affine) -> Tensor:
     """(n, d_out), y - Wx - b, subtracted in float64."""
     exact = Affine(affine.weight.double(), affine.bias.double(), affine.rank)
-    pairs = zip(sample.x.split(CHUNK), sample.y.split(CHUNK), strict=True)
-    return torch.cat([(y.double() - exact(x.double())).float() for x, y in pairs])
+    return torch.cat([(y.double() - exact(x.double())).float() for x, y in sample.chunks()])
 
 
 def train_products(
@@ -302,39 +275,30 @@ def train_products(
     seed: int = 0,
     steps: int = 4000,
     every: int = 200,
-) -> Solved:
+) -> Fitted:
     """The paper's method: Adam 1e-3 on batches of 256 raw rows, a gate exp(q) from q = -2.
 
     The best state by `choose` is kept. The paper chooses by the rows that it reports.
     """
-    began = time.perf_counter()
+    fitted = Fitted(seed, rank=rank, solver="paper", gate=None)
     g = torch.Generator().manual_seed(seed)
     d, d_out = fit.x.shape[1], fit.y.shape[1]
     U, V, A = (nn.Parameter(as_linear(*s, g)) for s in ((rank, d), (rank, d), (d_out, rank)))
     q = nn.Parameter(torch.tensor(-2.0))
     adam = torch.optim.Adam([U, V, A, q], lr=1e-3)
-    rest = residual(fit, affine)
+    rest, gain_of = residual(fit, affine), _gain_on(choose, affine)
     linear = nn.functional.linear
-    choose_gain = _Gain(choose, affine)
-    best, best_gain, chosen_at, gate = None, -math.inf, 0, math.exp(-2)
-    curve: list[tuple[int, float]] = []
     for step in range(1, steps + 1):
         rows = torch.randint(len(fit), (256,), generator=g)
         x = fit.x[rows]
         guess = q.exp() * linear(linear(x, U) * linear(x, V), A)
-        loss = (rest[rows] - guess).square().mean()
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
+        descend(adam, (rest[rows] - guess).square().mean())
         if step % every == 0 or step == steps:
             layer = Bilinear(affine, U.clone(), V.clone(), q.exp() * A)
-            curve.append((step, gain := choose_gain(layer)))
-            if gain > best_gain:
-                best, best_gain, chosen_at, gate = layer, gain, step, float(q.detach().exp())
-    assert best is not None
-    converged = settled([gain for _, gain in curve])
-    seconds = time.perf_counter() - began
-    return Solved(best, rank, seed, "paper", steps, seconds, converged, chosen_at, curve, gate)
+            if fitted.check(step, gain_of(layer), layer):
+                fitted.about["gate"] = float(q.detach().exp())
+    fitted.converged = settled([gain for _, gain in fitted.curve])
+    return fitted
 
 
 def as_linear(rows: int, columns: int, g: torch.Generator) -> Tensor:
@@ -351,13 +315,14 @@ def settled(gains: Sequence[float], last: int = 5) -> bool:
 
 def rank_sweep(
     fit: Sample, choose: Sample, affine: Affine, ranks: Sequence[int] = RANKS, seed: int = 0
-) -> list[Solved]:
+) -> dict[int, Fitted]:
     """One search for each rank, which starts at the layer of the rank before."""
-    solved: list[Solved] = []
+    by_rank: dict[int, Fitted] = {}
+    layer: Any = None
     for rank in ranks:
-        start = solved[-1].layer if solved else None
-        solved.append(solve_products(fit, choose, affine, rank=rank, seed=seed, start=start))
-    return solved
+        by_rank[rank] = solve_products(fit, choose, affine, rank=rank, seed=seed, start=layer)
+        layer = by_rank[rank].layer
+    return by_rank
 
 
 def probe_products(
@@ -372,27 +337,21 @@ def probe_products(
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, Layer]]:
     """The record and layer of the seed with the highest gain on `choose`; every seed is listed."""
+
+    def scores(layer: Any) -> dict[str, Any]:
+        used = recruitment(layer, affine, report)
+        return outcome(layer, affine, report).to_dict() | {"recruitment": used}
+
     search = solve_products if solver == "ours" else train_products
     tried = [search(fit, choose, affine, rank=rank, seed=seed + i) for i in range(seeds)]
-    best = max(tried, key=lambda solved: max(gain for _, gain in solved.curve))
-
-    def scored(layer: Bilinear) -> dict[str, Any]:
-        scores = outcome(layer, affine, report).to_dict()
-        return scores | {"recruitment": recruitment(layer, affine, report)}
-
-    by_seed = [solved.to_dict() | scored(solved.layer) for solved in tried]
-    record = {
-        **by_seed[tried.index(best)],
-        "parameters": size_of(best.layer),
-        "beyond_map": size_of(best.layer) - affine.parameters,
-        "seeds": by_seed,
-        "ranks": None,
-    }
-    record.pop("curve")
+    record, layer = best_of(tried, scores)
+    parameters = size_of(layer)
+    record |= {"parameters": parameters, "beyond_map": parameters - affine.parameters}
+    record["ranks"] = None
     if solver == "ours":
         record["ranks"] = [
-            {"rank": solved.rank, "converged": solved.converged, "seconds": solved.seconds}
-            | scored(solved.layer)
-            for solved in rank_sweep(fit, choose, affine, RANKS, seed)
+            {"rank": r, "converged": fitted.converged, "seconds": fitted.seconds}
+            | scores(fitted.layer)
+            for r, fitted in rank_sweep(fit, choose, affine, RANKS, seed).items()
         ]
-    return record, {"bilinear": best.layer}
+    return record, {"bilinear": layer}

@@ -1,6 +1,6 @@
 """Fine-tune the layer in place of a block, and nothing else; and the block itself, as a control.
 
-    healed = heal(model, block, layer, windows)
+    healed, record = heal(model, block, layer, windows)
 
 Training a swapped layer on text improves it for two reasons: it repairs the swap, and it learns the
 text. The original block, trained in the same way, shows the second.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from howlinear.linear.affine import Affine, UnitMap
 from howlinear.losses.readout import Readout
 from howlinear.models.families import Block
 from howlinear.models.hooks import as_module, evaluating, swapped
+from howlinear.probing.fitting import descend
 from howlinear.probing.samples import Cast, Layer
 
 LEARNING_RATE = 1e-4
@@ -47,20 +48,6 @@ class TrainableMap(nn.Module):
         return y
 
 
-@dataclass(frozen=True, eq=False)
-class Healed:
-    """A fine-tuned layer, and its training losses."""
-
-    layer: nn.Module
-    losses: list[float]  # mean of each tenth of the steps
-    steps: int
-    tokens: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("losses", "steps", "tokens", "seconds")}
-
-
 def heal(
     model: nn.Module,
     block: Block,
@@ -69,39 +56,44 @@ def heal(
     *,
     steps: int = 200,
     seed: int = 0,
-) -> Healed:
-    """Adam 1e-4 on the next-token loss, two windows a step; a float32 copy of `layer` is trained."""
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Adam 1e-4 on the next-token loss, two windows a step; a float32 copy of `layer` is trained.
+
+    The trained layer, and a record with the mean loss of each tenth of the steps.
+    """
     began = time.perf_counter()
     layer = copy.deepcopy(layer).float().requires_grad_(True)
     if isinstance(layer, TrainableMap) and layer.hidden is not None:
         layer.hidden.requires_grad_(False)
-    runs = Cast(layer)
-    params = [p for p in layer.parameters() if p.requires_grad]
-    frozen = {p: p.requires_grad for p in model.parameters()}
-    adam = torch.optim.Adam(params, lr=LEARNING_RATE)
+    adam = torch.optim.Adam((p for p in layer.parameters() if p.requires_grad), lr=LEARNING_RATE)
     g = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
     losses: list[float] = []
-    try:
-        model.requires_grad_(False)
-        with swapped(model, {block: runs}), evaluating(model):
-            for _ in range(steps):
-                ids = windows[torch.randint(len(windows), (WINDOWS,), generator=g)].to(device)
-                loss = _next_token_loss(model, ids)
-                adam.zero_grad()
-                loss.backward()
-                adam.step()
-                losses.append(float(loss.detach()))
-    finally:
-        for p, before in frozen.items():
-            p.requires_grad_(before)
-    layer.requires_grad_(False)
+    with _frozen(model), swapped(model, {block: Cast(layer)}), evaluating(model):
+        for _ in range(steps):
+            ids = windows[torch.randint(len(windows), (WINDOWS,), generator=g)]
+            loss = _next_token_loss(model, ids.to(next(model.parameters()).device))
+            descend(adam, loss)
+            losses.append(float(loss.detach()))
     tenth = max(1, steps // 10)
-    curve = [
-        sum(losses[i : i + tenth]) / len(losses[i : i + tenth]) for i in range(0, steps, tenth)
-    ]
-    tokens = steps * WINDOWS * windows.shape[1]
-    return Healed(layer, curve, steps, tokens, time.perf_counter() - began)
+    tenths = [losses[i : i + tenth] for i in range(0, steps, tenth)]
+    return layer.requires_grad_(False), {
+        "losses": [sum(part) / len(part) for part in tenths],
+        "steps": steps,
+        "tokens": steps * WINDOWS * windows.shape[1],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of the model is trained inside."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 def _next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -114,20 +106,19 @@ def probe_healing(
     model: nn.Module,
     block: Block,
     swap_map: Callable[[], Affine | UnitMap],
-    windows: Tensor,
+    windows: Tensor | None,
     *,
-    steps: int,
+    heal_steps: int,
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, Layer]]:
     """The swap's map and the block itself, fine-tuned in the same way."""
+    if windows is None:
+        raise ValueError("no windows to fine-tune on")
     Readout(model)  # ValueError for a model without a next-token loss
     fitted = swap_map()
-    start = TrainableMap(fitted)
-    healed, control = (
-        heal(model, block, layer, windows, steps=steps, seed=seed)
-        for layer in (start, as_module(model, block))
-    )
-    layers: dict[str, Layer] = {"swapped": start.requires_grad_(False)}
-    layers |= {"healed": healed.layer, "control": control.layer}
-    record = {"healed": healed.to_dict(), "control": control.to_dict()}
-    return record | {"units": list(getattr(fitted, "units", ()))}, layers
+    start = TrainableMap(fitted).requires_grad_(False)
+    record: dict[str, Any] = {"units": list(getattr(fitted, "units", ()))}
+    layers: dict[str, Layer] = {"swapped": start}
+    for name, layer in (("healed", start), ("control", as_module(model, block))):
+        layers[name], record[name] = heal(model, block, layer, windows, steps=heal_steps, seed=seed)
+    return record, layers

@@ -31,7 +31,7 @@ Layers = dict[str, Layer]
 class ProbeSettings:
     """Which probes are made and how."""
 
-    kinds: tuple[str, ...] = field(default_factory=lambda: QUICK)
+    kinds: tuple[str, ...] = field(default_factory=lambda: tuple(FAST))
     rank: int = 16  # of bilinear layers
     solver: str = "ours"  # of the bilinear probe: ours or paper
     seeds: int = 3
@@ -61,76 +61,63 @@ class Subject:
     model: nn.Module
     block: Block
     affine: Affine
-    fit: Sample
-    choose: Sample
-    report: Sample
+    samples: tuple[Sample, Sample, Sample]  # rows to fit on, to choose by and to report on
     settings: ProbeSettings
     swap_map: Callable[[], Affine | UnitMap]  # what `howlinear swap` chose, or the affine map
     heal_on: Tensor | None  # windows
 
     @property
-    def samples(self) -> tuple[Sample, Sample, Sample]:
-        return self.fit, self.choose, self.report
+    def fit(self) -> Sample:
+        return self.samples[0]
+
+    @property
+    def report(self) -> Sample:
+        return self.samples[-1]
+
+    def options(self, *names: str) -> dict[str, Any]:
+        """Some of the settings, as arguments."""
+        return {name: getattr(self.settings, name) for name in names}
 
     @property
     def constant(self) -> bool:
         """Does the block's output not vary over the rows?"""
-        return not all(float(sample.spread.sum()) > 0 for sample in (self.report, self.fit))
+        return not all(float(rows.spread.sum()) > 0 for rows in (self.report, self.fit))
 
 
-@dataclass(frozen=True)
-class Probe:
-    run: Callable[[Subject], tuple[dict[str, Any], Layers]]
-    slow: bool = False  # made only on request
-
-
-def _bilinear(s: Subject) -> tuple[dict[str, Any], Layers]:
-    how = s.settings
-    return probe_products(
-        *s.samples, s.affine, rank=how.rank, solver=how.solver, seeds=how.seeds, seed=how.seed
-    )
+Probe = Callable[[Subject], tuple[dict[str, Any], Layers]]
 
 
 def _network(name: str, make: Callable[[Subject, int], nn.Module], **options: Any) -> Probe:
     """A probe that trains what `make` makes, once for each seed."""
 
     def run(s: Subject) -> tuple[dict[str, Any], Layers]:
-        how = s.settings
-        first = how.seed + 42  # the paper's 42, 43, 44
-        networks = ((seed, make(s, seed)) for seed in range(first, first + how.seeds))
+        first = s.settings.seed + 42  # the paper's 42, 43, 44
+        networks = ((seed, make(s, seed)) for seed in range(first, first + s.settings.seeds))
         record, layer = probe_network(networks, *s.samples, s.affine, **options)
-        return record | ({} if name == "dense" else {"rank": how.rank}), {name: layer}
+        return record | ({} if name == "dense" else {"rank": s.settings.rank}), {name: layer}
 
-    return Probe(run, slow=True)
-
-
-def _healing(s: Subject) -> tuple[dict[str, Any], Layers]:
-    if s.heal_on is None:
-        raise ValueError("no windows to fine-tune on")
-    how = s.settings
-    return probe_healing(
-        s.model, s.block, s.swap_map, s.heal_on, steps=how.heal_steps, seed=how.seed
-    )
+    return run
 
 
-PROBES: dict[str, Probe] = {
-    "bilinear": Probe(_bilinear),
-    "degree": Probe(lambda s: degrees(*s.samples, s.affine)),
-    "units": Probe(lambda s: probe_units(s.model, s.block, s.fit, s.report, s.affine)),
-    "where": Probe(
-        lambda s: (probe_residual(s.model, s.affine, s.fit, s.report, s.settings.decode), {})
+FAST: dict[str, Probe] = {
+    "bilinear": lambda s: probe_products(
+        *s.samples, s.affine, **s.options("rank", "solver", "seeds", "seed")
     ),
-    "quantised": Probe(lambda s: rounding_errors(s.model, s.block, s.report)),
+    "degree": lambda s: degrees(*s.samples, s.affine),
+    "units": lambda s: probe_units(s.model, s.block, s.fit, s.report, s.affine),
+    "where": lambda s: probe_residual(s.model, s.affine, s.fit, s.report, s.settings.decode),
+    "quantised": lambda s: rounding_errors(s.model, s.block, s.report),
+}
+SLOW: dict[str, Probe] = {  # made only on request
     "dense": _network("dense", lambda s, seed: dense(s.fit, seed)),
     "poly": _network("poly", lambda s, seed: poly(s.fit, seed, s.settings.rank)),
     "seeded": _network(
         "seeded", lambda s, seed: seeded(s.affine, seed, s.settings.rank), steps=12000, lr=1e-4
     ),
-    "trained": Probe(
-        lambda s: baselines(s.fit, s.report, steps=s.settings.train_steps, seed=s.settings.seed),
-        slow=True,
+    "trained": lambda s: baselines(s.fit, s.report, **s.options("train_steps", "seed")),
+    "healing": lambda s: probe_healing(
+        s.model, s.block, s.swap_map, s.heal_on, **s.options("heal_steps", "seed")
     ),
-    "healing": Probe(_healing, slow=True),
 }
+PROBES = FAST | SLOW
 KINDS: tuple[str, ...] = tuple(PROBES)
-QUICK: tuple[str, ...] = tuple(kind for kind, probe in PROBES.items() if not probe.slow)

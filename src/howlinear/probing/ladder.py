@@ -23,7 +23,7 @@ from howlinear.linear.unit_selection import joint_map, unit_diagonal
 from howlinear.models.families import Block
 from howlinear.models.hooks import as_module
 from howlinear.models.units import hidden_units, taken
-from howlinear.probing.samples import CHUNK, Cast, Layer, Sample, outcome, size_of
+from howlinear.probing.samples import Cast, Layer, Sample, outcome, size_of
 
 ROWS_A_COLUMN = 8  # of a regression, at least
 
@@ -45,12 +45,12 @@ def regressions(
     every = Cast(hidden_units(model, block))
     d, m = block.d_in, int(every(fit.x[:1]).shape[-1])
     one = sum(p.numel() for p in taken(model, block, [0]).parameters()) + block.d_out
-    ks = unit_counts(m, [units_at(2 * affine.parameters, affine, one)])
+    ks = unit_counts(m, [affine.parameters // one])  # as large as a second matrix
     fitted = [k for k in ks if 0 < k < m and len(fit) >= ROWS_A_COLUMN * (d + k + 1)]
     maps: dict[int, Any] = {0: affine, m: Cast(as_module(model, block))}
     if fitted:
         rows = Moments(d + m, block.d_out)
-        for x, y in zip(fit.x.split(CHUNK), fit.y.split(CHUNK), strict=True):
+        for x, y in fit.chunks():
             with torch.no_grad():
                 rows.update(torch.cat([x, every(x).float()], 1), y)
         order = forward_selection(rows, d, fitted[-1])
@@ -78,11 +78,6 @@ def probe_units(
         columns = block.d_in + (steps[-1]["k"] + 1) // 2 + 1
         record["note"] = f"more than {top} units need more rows: {ROWS_A_COLUMN * columns} (--rows)"
     return record, {f"{k} units": maps[k]} if k else {}
-
-
-def units_at(parameters: int, affine: Affine, one: int) -> int:
-    """The number of units that fit beside the matrix into a number of parameters."""
-    return max(0, (parameters - affine.parameters) // one)
 
 
 def forward_selection(rows: Moments, d: int, most: int) -> list[int]:

@@ -75,14 +75,13 @@ def degrees(
     rest = residual(fit, affine)
     steps: list[dict[str, Any]] = []
     layers: dict[str, Layer] = {}
-    squares: dict[str, Tensor] = {}
     errors_by: dict[str, float] = {}
     for degree, count in dict.fromkeys(((2, p), (3, p), (2, wide))):
         directions = (vectors[:, -count:] / values[-count:].sqrt()).flip(1).float()
         layer = Polynomial(affine, mean, directions, degree)
         name = f"degree {degree} in {count}"
+        layers[name] = layer
         ridge, errors_by[name] = _fit(layer, fit, rest, choose)
-        layers[name], squares[name] = layer, errors(layer, report)[0]
         scores = outcome(layer, affine, report)
         steps.append(
             {
@@ -95,7 +94,7 @@ def degrees(
                 **scores.to_dict(),
             }
         )
-    second, third = squares[f"degree 2 in {p}"], squares[f"degree 3 in {p}"]
+    second, third = (errors(layers[f"degree {q} in {p}"], report)[0] for q in (2, 3))
     more, more_se = ratio(second - third, report.spread, report.window)
     best = min(errors_by, key=errors_by.__getitem__)  # by the rows kept for choosing
     record = {"steps": steps, "best": best, "third_gain": more, "third_gain_se": more_se}

@@ -63,39 +63,20 @@ def probe(
     settings, work = settings or ProbeSettings(), Work(progress=progress)
     run = Profile.load(folder)
     at_blocks = [b for b, _ in match(model, run, at)]
-    fit, choose, report = (
-        w if isinstance(w, Tensor | Windows) else list(w) for w in (fit, choose, report)
-    )
-    sizes = {name: count(w) for name, w in (("fit", fit), ("choose", choose), ("report", report))}
-    written: dict[str, Any] = {
-        "rows": sizes,
-        "seed": settings.seed,
-        "predicted": 0,
-        "protocol": None,
-    }
-    predict, notes = _with_loss(model, predict)
-    if predict is not None:
-        protocol = protocol_of(predict, settings.protocol).name
-        written |= {"predicted": count(predict), "protocol": protocol}
+    texts = [w if isinstance(w, Tensor | Windows) else list(w) for w in (fit, choose, report)]
+    sizes = dict(zip(("fit", "choose", "report"), map(count, texts), strict=True))
+    predict, predicted, notes = _predicted(model, predict, settings)
+    written = {"rows": sizes, "seed": settings.seed, **predicted}
     result = Probes([], {}, None, written, notes, settings.about)
     for group in _groups(model, at_blocks, sum(sizes.values()), settings.memory):
-        samples = [gather(model, group, windows) for windows in (fit, choose, report)]
+        samples = [gather(model, group, windows) for windows in texts]
         for block in group:
-            fit_rows, choose_rows, report_rows = (rows.pop(block.index) for rows in samples)
-            subject = Subject(
-                model=model,
-                block=block,
-                affine=run.maps[block.index].to(torch.zeros((), dtype=torch.float32)),
-                fit=fit_rows,
-                choose=choose_rows,
-                report=report_rows,
-                settings=settings,
-                swap_map=partial(_swap_map, model, Path(folder), run, block),
-                heal_on=heal_on,
-            )
-            record, layers = _probe_block(subject, work)
+            affine = run.maps[block.index].to(torch.zeros((), dtype=torch.float32))
+            rows: Any = tuple(by_index.pop(block.index) for by_index in samples)
+            swap_map = partial(_swap_map, model, Path(folder), run, block)
+            subject = Subject(model, block, affine, rows, settings, swap_map, heal_on)
+            record, result.layers[block.index] = _probe_block(subject, work)
             result.blocks.append(record)
-            result.layers[block.index] = layers
             result.save(folder)
         if predict is not None:
             result = _with_costs(model, result, group, predict, settings, work)
@@ -115,7 +96,7 @@ def _probe_block(subject: Subject, work: Work) -> tuple[BlockProbe, dict[str, La
         try:
             if subject.constant:
                 raise ValueError("the block's output does not vary")
-            records[kind], layers[kind] = PROBES[kind].run(subject)
+            records[kind], layers[kind] = PROBES[kind](subject)
         except ValueError as reason:  # for example, experts have no hidden units of their own
             records[kind] = {"skipped": str(reason)}
         records[kind]["seconds"] = time.perf_counter() - began
@@ -144,17 +125,19 @@ def _block_conjunction(subject: Subject) -> float | None:
         return None
 
 
-def _with_loss(
-    model: nn.Module, predict: WindowsLike | None
-) -> tuple[WindowsLike | None, list[str]]:
-    """The tokens to predict, or None and a note for a model that predicts none."""
+def _predicted(
+    model: nn.Module, predict: WindowsLike | None, settings: ProbeSettings
+) -> tuple[WindowsLike | None, dict[str, Any], list[str]]:
+    """The tokens to predict, their number and protocol; None and a note if the model predicts none."""
+    none: dict[str, Any] = {"predicted": 0, "protocol": None}
     if predict is None:
-        return None, []
+        return None, none, []
     try:
         Readout(model)
     except ValueError as reason:
-        return None, [f"no perplexity: {reason}"]
-    return predict, []
+        return None, none, [f"no perplexity: {reason}"]
+    name = protocol_of(predict, settings.protocol).name
+    return predict, {"predicted": count(predict), "protocol": name}, []
 
 
 def _swap_map(model: nn.Module, folder: Path, run: Profile, block: Block) -> Affine | UnitMap:
@@ -185,24 +168,12 @@ def _with_costs(
     ]
     variants = [(b, Cast(layer)) for b, _, _, layer in named]
     swept = sweep(model, variants, windows, protocol=settings.protocol, work=work)
-    costs: dict[int, dict[str, dict[str, Any]]] = {}
+    names = ("delta_nll", "delta_nll_se", "delta_ppl", "delta_ppl_se")
+    by_index = {b.index: b for b in result.blocks}
     for (b, kind, name, _), cost in zip(named, swept.costs, strict=True):
-        assert cost.change is not None
-        costs.setdefault(b.index, {}).setdefault(kind, {})[name] = {
-            delta: getattr(cost.change, delta)
-            for delta in ("delta_nll", "delta_nll_se", "delta_ppl", "delta_ppl_se")
-        }
-    blocks = [
-        replace(
-            block,
-            **{
-                kind: getattr(block, kind) | {"swap": by_name}
-                for kind, by_name in costs.get(block.index, {}).items()
-            },
-        )
-        for block in result.blocks
-    ]
-    return replace(result, blocks=blocks, base=swept.base)
+        costs = getattr(by_index[b.index], kind).setdefault("swap", {})
+        costs[name] = {field: getattr(cost.change, field) for field in names}
+    return replace(result, base=swept.base)
 
 
 # -- memory and windows ---------------------------------------------------------------------------

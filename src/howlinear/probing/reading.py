@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
 from howlinear.models.families import backbone
-from howlinear.probing.samples import CHUNK, Sample, errors
+from howlinear.probing.samples import CHUNK, Layer, Sample, errors
 
 TOKENS = 8  # listed
 COUNT = 10  # occurrences that a token needs to be listed
@@ -100,9 +100,9 @@ def directions(
 
 def probe_residual(
     model: nn.Module, affine: Affine, fit: Sample, report: Sample, decode: Decode | None
-) -> dict[str, Any]:
-    by_place = where(affine, report, decode)
-    return by_place | {"directions": directions(model, affine, fit, decode)}
+) -> tuple[dict[str, Any], dict[str, Layer]]:
+    read = {"directions": directions(model, affine, fit, decode)}
+    return where(affine, report, decode) | read, {}
 
 
 def _token(index: int, decode: Decode | None) -> Any:

@@ -50,7 +50,7 @@ def rounded(model: nn.Module, block: Block, bits: int) -> nn.Module:
                 linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
             new[module] = linear
     if not new or block.down is None:
-        raise ValueError(f"block {block.index} ({block.path}) has no plain projections to round")
+        raise ValueError(f"{block} has no plain projections to round")
     return Chain([rebuilt(step, new) for step in steps])
 
 

@@ -10,7 +10,7 @@ errors over windows. The caller bounds their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,10 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """x and y of some rows at a time."""
+        return zip(self.x.split(CHUNK), self.y.split(CHUNK), strict=True)
 
     @cached_property
     def spaced(self) -> Tensor:
@@ -169,11 +173,16 @@ def size_of(layer: Any) -> int:
 def errors(layer: Layer, sample: Sample) -> tuple[Tensor, float]:
     """(n,) squared error of each row, and the mean cosine of y and the layer's output."""
     squares, cosines = [], 0.0
-    for x, y in zip(sample.x.split(CHUNK), sample.y.split(CHUNK), strict=True):
+    for x, y in sample.chunks():
         guess = layer(x)
         squares.append((y - guess).double().square().sum(1))
         cosines += float(torch.cosine_similarity(y, guess, dim=1).sum())
     return torch.cat(squares), cosines / max(len(sample), 1)
+
+
+def r2_of(layer: Layer, sample: Sample) -> float:
+    """Share of the variance of y that the layer explains."""
+    return 1 - float(errors(layer, sample)[0].sum() / sample.spread.sum())
 
 
 def ratio(part: Tensor, whole: Tensor, window: Tensor) -> tuple[float, float]:

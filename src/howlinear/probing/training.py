@@ -1,7 +1,7 @@
 """Layers trained by gradient descent in a block's place: depth controls, and trained linear layers.
 
-    trained = train(dense(fit, seed=0), fit, choose)
-    trained.layer, trained.converged, trained.curve
+    fitted = train(dense(fit, seed=0), fit, choose)
+    fitted.layer, fitted.converged, fitted.curve
 
     baselines(fit, report)      # a linear layer by SGD, Adam and AdamW against least squares
 
@@ -16,7 +16,7 @@ import copy
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from howlinear.linear.affine import Affine
 from howlinear.linear.moments import Moments
 from howlinear.linear.solving import fit as least_squares
 from howlinear.probing.bilinear import Bilinear, as_linear
-from howlinear.probing.samples import CHUNK, Layer, Sample, errors, outcome
+from howlinear.probing.fitting import Fitted, best_of, descend
+from howlinear.probing.samples import CHUNK, Layer, Sample, outcome, r2_of, size_of
 
 BATCH = 256
 EVERY = 250  # steps between checks on the rows kept for stopping
@@ -34,27 +35,11 @@ PATIENCE = 3  # checks without gain before the learning rate shrinks
 GAIN = 5e-4  # of R2, that counts as a gain
 SHRINK = 0.3
 POINTS = 30  # of a baseline's loss curve
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A trained layer, and its training."""
-
-    layer: nn.Module
-    seed: int
-    steps: int
-    seconds: float
-    converged: bool
-    chosen_at: int
-    curve: list[tuple[int, float]]  # step, R2 on the rows kept for stopping
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.layer.parameters())
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("seed", "steps", "seconds", "converged", "chosen_at", "parameters", "curve")
-        return {name: getattr(self, name) for name in names}
+OPTIMISERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adam": partial(torch.optim.Adam, fused=True),
+    "adamw": partial(torch.optim.AdamW, fused=True),
+}
 
 
 class Scaled(nn.Module):
@@ -120,40 +105,29 @@ def train(
     seed: int = 0,
     steps: int = 8000,
     lr: float = 1e-3,
-) -> Trained:
+) -> Fitted:
     """AdamW on batches of 256 rows until R2 on the rows kept for stopping no longer rises."""
-    began = time.perf_counter()
+    fitted = Fitted(seed)
     g = torch.Generator().manual_seed(seed)
     scale = float((fit.y - fit.y.mean(0)).square().mean()) or 1.0
     adam = torch.optim.AdamW(layer.parameters(), lr=lr, fused=True)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
         adam, mode="max", factor=SHRINK, patience=PATIENCE - 1, threshold=GAIN, threshold_mode="abs"
     )
-    total = choose.spread.sum()
-
-    def r2() -> float:
-        return float(1 - errors(layer, choose)[0].sum() / total)
-
-    best, best_r2, chosen_at, done = copy.deepcopy(layer.state_dict()), r2(), 0, 0
-    curve = [(0, best_r2)]
-    converged = False
-    for done in range(1, steps + 1):
+    fitted.check(0, r2_of(layer, choose), copy.deepcopy(layer))
+    for step in range(1, steps + 1):
         rows = torch.randint(len(fit), (BATCH,), generator=g)
-        loss = (layer(fit.x[rows]) - fit.y[rows]).square().mean() / scale
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-        if done % EVERY and done != steps:
+        descend(adam, (layer(fit.x[rows]) - fit.y[rows]).square().mean() / scale)
+        if step % EVERY and step != steps:
             continue
-        curve.append((done, now := r2()))
-        schedule.step(now)
-        if now > best_r2:
-            best, best_r2, chosen_at = copy.deepcopy(layer.state_dict()), now, done
-        if converged := adam.param_groups[0]["lr"] < lr * SHRINK**2.5:
+        r2 = r2_of(layer, choose)
+        fitted.check(step, r2, copy.deepcopy(layer))
+        schedule.step(r2)
+        fitted.converged = adam.param_groups[0]["lr"] < lr * SHRINK**2.5
+        if fitted.converged:
             break
-    layer.load_state_dict(best)
-    layer.requires_grad_(False)
-    return Trained(layer, seed, done, time.perf_counter() - began, converged, chosen_at, curve)
+    fitted.layer.requires_grad_(False)
+    return fitted
 
 
 def probe_network(
@@ -165,65 +139,50 @@ def probe_network(
     **options: Any,
 ) -> tuple[dict[str, Any], nn.Module]:
     """Train each (seed, network); the record of all, and the best by `choose`."""
-    trained = [train(layer, fit, choose, seed=seed, **options) for seed, layer in networks]
-    best = max(trained, key=lambda t: max(r2 for _, r2 in t.curve))
-    by_seed = [t.to_dict() | outcome(t.layer, affine, report).to_dict() for t in trained]
-    record = {**by_seed[trained.index(best)], "seeds": by_seed}
-    record.pop("curve")
-    return record, best.layer
+    tried = [train(layer, fit, choose, seed=seed, **options) for seed, layer in networks]
+
+    def scores(layer: Any) -> dict[str, Any]:
+        return {"parameters": size_of(layer), **outcome(layer, affine, report).to_dict()}
+
+    return best_of(tried, scores)
 
 
 # -- a linear layer by gradient descent -----------------------------------------------------------
 
 
 def baselines(
-    fit: Sample, report: Sample, *, steps: int = 3000, seed: int = 0
+    fit: Sample, report: Sample, *, train_steps: int = 3000, seed: int = 0
 ) -> tuple[dict[str, Any], dict[str, Layer]]:
     """A linear layer by SGD, Adam and AdamW, on raw and on whitened inputs, and least squares.
 
-    All see the same rows; training takes `steps` batches of 256 in the same order. The learning rate
+    All see the same rows; training takes `train_steps` batches of 256 in the same order. The learning rate
     falls linearly to zero: Adam's from 1e-3, SGD's from the largest that does not diverge,
     256 / (max |x|^2 + 255 lambda_max), lambda_max of the inputs' mean square (Ma, Bassily, Belkin
     2018, arXiv 1712.06559).
     """
-    whitened, whiten, condition = _whitened(fit.x)
+    whitened, (mean, root), condition = _whitened(fit.x)
     rows = Moments(fit.x.shape[1], fit.y.shape[1])
     rows.update(fit.x, fit.y)
-    exact = least_squares(rows)
-    total = float(report.spread.sum())
-
-    def r2(layer: Layer) -> float:
-        return 1 - float(errors(layer, report)[0].sum()) / total
-
-    result: dict[str, Any] = {
-        "steps": steps,
-        "batch": BATCH,
-        "input_condition": condition,
-        "r2_closed_form": r2(exact),
-        "runs": [],
-    }
+    runs: list[dict[str, Any]] = []
     layers: dict[str, Layer] = {}
     for inputs, x in (("raw", fit.x), ("whitened", whitened)):
-        for name in ("sgd", "adam", "adamw"):
+        for name in OPTIMISERS:
             began = time.perf_counter()
-            weight, bias, lr, curve = _descend(name, x, fit.y, steps, seed)
-            layer = Affine(weight, bias, len(weight[0]))
+            layer, lr, curve = _descend(name, x, fit.y, train_steps, seed)
             if inputs == "whitened":
-                mean, root = whiten
-                folded = weight.double() @ root.t()
-                layer = Affine(folded, bias.double() - folded @ mean, layer.rank)
+                folded = layer.weight.double() @ root.t()
+                layer = Affine(folded, layer.bias.double() - folded @ mean, layer.rank)
             layers[f"{name} {inputs}"] = layer
-            result["runs"].append(
-                {
-                    "optimiser": name,
-                    "inputs": inputs,
-                    "lr": lr,
-                    "r2": r2(layer),
-                    "seconds": time.perf_counter() - began,
-                    "loss": curve,
-                }
-            )
-    return result, layers
+            scores = {"lr": lr, "r2": r2_of(layer, report)}
+            scores |= {"seconds": time.perf_counter() - began}
+            runs.append({"optimiser": name, "inputs": inputs, **scores, "loss": curve})
+    return {
+        "steps": train_steps,
+        "batch": BATCH,
+        "input_condition": condition,
+        "r2_closed_form": r2_of(least_squares(rows), report),
+        "runs": runs,
+    }, layers
 
 
 def _whitened(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], float]:
@@ -243,22 +202,13 @@ def _whitened(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], float]:
 
 def _descend(
     name: str, x: Tensor, y: Tensor, steps: int, seed: int
-) -> tuple[Tensor, Tensor, float, list[tuple[int, float]]]:
-    """(weight, bias, first learning rate, [(step, mean loss since the last point / variance)])"""
+) -> tuple[Affine, float, list[tuple[int, float]]]:
+    """(map, first learning rate, [(step, mean loss since the last point / variance)])"""
     g = torch.Generator().manual_seed(seed)
     n, d, d_out = len(x), x.shape[1], y.shape[1]
-    weight, bias = torch.zeros(d_out, d), torch.zeros(d_out)
-    # with a constant feature for the bias
-    top = float(torch.linalg.eigvalsh((x.t() @ x).double() / n)[-1]) + 1
-    largest = float(x.square().sum(1).max()) + 1
-    lr = BATCH / (largest + (BATCH - 1) * top) if name == "sgd" else 1e-3
-    makes = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=lr),
-        "adam": lambda p: torch.optim.Adam(p, lr=lr, fused=True),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=lr, fused=True),
-    }
-    params = [nn.Parameter(weight), nn.Parameter(bias)]
-    optimiser = makes[name](params)
+    weight, bias = nn.Parameter(torch.zeros(d_out, d)), nn.Parameter(torch.zeros(d_out))
+    lr = _sgd_rate(x) if name == "sgd" else 1e-3
+    optimiser = OPTIMISERS[name]([weight, bias], lr=lr)
     variance = float((y - y.mean(0)).double().square().sum() / n)
     curve, loss = [], 0.0
     every = max(1, steps // POINTS)
@@ -266,13 +216,21 @@ def _descend(
         for step in range(1, steps + 1):
             rows = torch.randint(n, (BATCH,), generator=g)
             a = x[rows]
-            error = torch.addmm(params[1], a, params[0].t()) - y[rows]
+            error = torch.addmm(bias, a, weight.t()) - y[rows]
             loss += float(error.square().sum()) / BATCH / variance
-            params[0].grad = error.t() @ a / BATCH  # of half the mean squared norm
-            params[1].grad = error.mean(0)
+            weight.grad = error.t() @ a / BATCH  # of half the mean squared norm
+            bias.grad = error.mean(0)
             optimiser.param_groups[0]["lr"] = lr * (1 - (step - 1) / steps)
             optimiser.step()
             if step % every == 0:
                 curve.append((step, loss / every))
                 loss = 0.0
-    return params[0].detach(), params[1].detach(), lr, curve
+    return Affine(weight.detach(), bias.detach(), d), lr, curve
+
+
+def _sgd_rate(x: Tensor) -> float:
+    """The largest learning rate at which SGD on batches of these rows does not diverge."""
+    # with a constant feature for the bias
+    top = float(torch.linalg.eigvalsh((x.t() @ x).double() / len(x))[-1]) + 1
+    largest = float(x.square().sum(1).max()) + 1
+    return BATCH / (largest + (BATCH - 1) * top)
