@@ -31,8 +31,8 @@ from howlinear import builtin_text
 from howlinear.profiling.needs import profile_needs
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
-from howlinear.run.ranks import Ranks
 from howlinear.run.saving import Saves
+from howlinear.run.work import Ranks
 
 TOKENS, ROUNDS = 16384, 3
 

@@ -21,9 +21,8 @@ from howlinear.controls.random_init import random_init
 from howlinear.losses.sweeps import map_errors
 from howlinear.profiling.passes import Course
 from howlinear.records.files import clean
-from howlinear.run.ranks import Ranks
 from howlinear.run.saving import Saves
-from howlinear.run.work import Work
+from howlinear.run.work import Ranks, Work
 from howlinear.swapping.swaps import measure_swaps
 
 LENGTH = 32

@@ -13,8 +13,7 @@ from howlinear.models import bfloat16
 from howlinear.models.families import blocks
 from howlinear.models.forward import Batch, Forward, StopForward, as_windows, run_rows
 from howlinear.models.hooks import tap
-from howlinear.run.ranks import Ranks
-from howlinear.run.work import Work
+from howlinear.run.work import Ranks, Work
 
 IDS = torch.arange(5 * 6).view(5, 6) % 40
 MASK = torch.ones_like(IDS)

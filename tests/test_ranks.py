@@ -13,7 +13,7 @@ import pytest
 import ranked
 from command import COMMAND
 from howlinear.profiling.passes import Course
-from howlinear.run.ranks import ALONE, Ranks
+from howlinear.run.work import ALONE, Ranks
 from test_merging import close
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

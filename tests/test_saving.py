@@ -243,7 +243,7 @@ def test_settings_that_changed_are_named(llama, tmp_path):
     assert Saves(tmp_path, {"tokens": 1, "folds": 5}, 0.0).begun
     # a damaged save is told by its name, not believed
     (save,) = (tmp_path / "partial" / "0").iterdir()
-    path = save / "1.safetensors"
+    path = save / "moments" / "1.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"1\.safetensors is not a readable"):
         profile(llama, WINDOWS, course=course)

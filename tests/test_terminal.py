@@ -11,7 +11,7 @@ import shown
 from howlinear.cli import printer
 from howlinear.cli.profile_table import modules
 from howlinear.records import words
-from howlinear.records.escaping import escaped, spelled
+from howlinear.records.words import escaped, spelled
 
 # a number as figures.py writes it, standing alone
 NUMBERS = {

@@ -28,7 +28,7 @@ from howlinear.cli.report import report
 from howlinear.cli.reproduce import reproduce
 from howlinear.cli.swap import swap
 from howlinear.models import bfloat16
-from howlinear.records.escaping import escaped
+from howlinear.records.words import escaped
 
 READERS = ("compare", "merge", "report")  # commands that run no model
 INTERRUPTED = 130  # exit code, as of a shell

@@ -199,7 +199,7 @@ class _Subject:
         self, name: str | None, text_file: str | None, tokens: int | None, length: int, folds: int
     ) -> None:
         from howlinear.models import corpus
-        from howlinear.run.ranks import Ranks
+        from howlinear.run.work import Ranks
 
         self.name, self.tokens, self.length, self.folds = name, tokens, length, folds
         if name and RunFolder(name).has("profile"):

@@ -21,7 +21,7 @@ from typing import Any
 
 import howlinear
 from howlinear.cli.printer import terminal_console, write_whole
-from howlinear.records.escaping import escaped
+from howlinear.records.words import escaped
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], Advance]  # as in `run.work`, which needs torch

@@ -20,8 +20,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from howlinear.records.escaping import escaped, spelled
-from howlinear.records.words import number
+from howlinear.records.words import escaped, number, spelled
 
 MAX_HEADING = 30  # cells
 MIN_WORDS = 20  # cells to which a column of words may be cut

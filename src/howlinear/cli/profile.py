@@ -187,7 +187,7 @@ def _profile_texts(
     """Write a run for each text and print the table; of several texts, their comparison."""
     from howlinear.models import corpus
     from howlinear.profiling.comparing import compare_runs
-    from howlinear.run.ranks import Ranks
+    from howlinear.run.work import Ranks
 
     texts = {folder: corpus.open_text(*source) for folder, source in sources.items()}
     ranks, several, result = Ranks.start(), len(texts) > 1, None

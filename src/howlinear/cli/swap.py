@@ -60,8 +60,7 @@ def swap(
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
     from howlinear.losses.protocols import EvalProtocol
-    from howlinear.run.ranks import Ranks
-    from howlinear.run.work import Work
+    from howlinear.run.work import Ranks, Work
     from howlinear.swapping.expert_swaps import measure_expert_swaps
     from howlinear.swapping.swaps import measure_swaps
 

@@ -26,10 +26,9 @@ from howlinear.models.families import Block, Replacement, blocks
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows, run_rows
 from howlinear.models.hooks import swapped, tap
 from howlinear.models.recording import Recording
-from howlinear.records.escaping import escaped
 from howlinear.records.files import clean
-from howlinear.run.ranks import Ranks
-from howlinear.run.work import Advance, Work
+from howlinear.records.words import escaped
+from howlinear.run.work import Advance, Ranks, Work
 
 ROOM = 2**26  # logits of the original model that are kept to compare variants with
 

@@ -29,7 +29,7 @@ from howlinear.profiling.fisher import first_tokens, fisher
 from howlinear.profiling.layerwise import layer_by_layer
 from howlinear.profiling.passes import Course, Pass, whole_model
 from howlinear.report.results import Result
-from howlinear.run.ranks import Ranks
+from howlinear.run.work import Ranks
 
 PROTOCOLS = ("default", "paper")
 

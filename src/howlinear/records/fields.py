@@ -12,17 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from typing import Any, Self
 
-TYPES: dict[str, Any] = {  # annotation of a field -> types of its value in JSON
-    "int": int,
-    "float": (int, float),
-    "str": str,
-    "None": type(None),
-    "list[int]": list,
-    "list[float]": list,
-    "list[list[float]]": list,
-    "dict[str, float]": dict,
-    "dict[str, Any]": dict,
-}
+TYPES: dict[str, Any] = {"int": int, "float": int | float, "str": str, "dict": dict, "list": list}
 LARGEST = 1e100  # far above every measurement; squares of larger numbers overflow
 COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
 
@@ -35,18 +25,14 @@ class Record:
         every: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
         if missing := [f.name for f in every if f.default is MISSING and f.name not in data]:
             raise ValueError(f"a block lacks {', '.join(missing)}")
-        present = [
-            f for f in every if f.name in data
-        ]  # an older file may lack fields with defaults
-        for f in present:
-            value, types = data[f.name], str(f.type).split(" | ")
-            if not any(_admits(t, value) for t in types) and not (
-                value is None and "float" in types
-            ):
-                raise ValueError(f"a block's {f.name} is {value!r:.60}, expected {f.type}")
-            if f.name in COUNTS and value is not None and value < 0:
-                raise ValueError(f"a block's {f.name} is {value}, expected a count")
-        return cls(**{f.name: data[f.name] for f in present})
+        present = {f.name: f.type for f in every if f.name in data}
+        for name, annotation in present.items():
+            value = data[name]
+            if not any(_admits(t, value) for t in str(annotation).split(" | ")):
+                raise ValueError(f"a block's {name} is {value!r:.60}, expected {annotation}")
+            if name in COUNTS and value is not None and value < 0:
+                raise ValueError(f"a block's {name} is {value}, expected a count")
+        return cls(**{name: data[name] for name in present})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]
@@ -54,19 +40,18 @@ class Record:
 
 def _admits(annotation: str, value: Any) -> bool:
     """May a field with this annotation have this value?"""
-    if isinstance(value, bool) or not isinstance(value, TYPES[annotation]):
+    if value is None or annotation == "None":
+        return value is None and annotation in ("None", "float")
+    name, _, inner = annotation.removesuffix("]").partition("[")
+    if isinstance(value, bool) or not isinstance(value, TYPES[name]):
         return False
-    if isinstance(value, int | float):
-        return abs(value) < LARGEST
+    if name in ("int", "float"):
+        return bool(abs(value) < LARGEST)
     if annotation == "dict[str, float]":
-        return all(v is None or _admits("float", v) for v in value.values())
-    if annotation == "list[float]":
-        return all(v is None or _admits("float", v) for v in value)
-    if annotation == "list[int]":
-        return all(_admits("int", v) and v >= 0 for v in value)
+        return all(_admits("float", v) for v in value.values())
     if annotation == "list[list[float]]":  # pairs
         return all(_admits("list[float]", v) and len(v) == 2 and None not in v for v in value)
-    return True
+    return name != "list" or all(_admits(inner, v) and (inner == "float" or v >= 0) for v in value)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: is {path.parent} a run folder?") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
-        raise ValueError(f"{path} is not a readable JSON file: {_one_line(err)}") from None
+        raise ValueError(f"{path} is not a readable JSON file: {one_line(err)}") from None
     if not isinstance(data, dict) or data.get("kind") != kind:
         raise ValueError(f"{path} is not a howlinear {kind} file")
     if data.get("schema") != SCHEMA:
@@ -83,7 +83,7 @@ def read_monitor(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]
     try:
         header, *rows = map(_parsed, _text(path).splitlines())
     except (OSError, ValueError, RecursionError) as err:
-        raise ValueError(f"{path} is not a readable monitor file: {_one_line(err)}") from None
+        raise ValueError(f"{path} is not a readable monitor file: {one_line(err)}") from None
     known = isinstance(header, dict) and header.get("kind") == "monitor"
     if not known or header.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a howlinear monitor file of schema {SCHEMA}")
@@ -108,7 +108,7 @@ def _no_constant(name: str) -> float:
     raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
 
 
-def _one_line(err: Exception) -> str:
+def one_line(err: Exception) -> str:
     return str(err).splitlines()[0] if str(err) else type(err).__name__
 
 

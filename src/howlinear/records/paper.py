@@ -167,14 +167,10 @@ def _departures(
 ) -> list[str]:
     """The settings that differ from the paper's, in one note."""
     wanted = paper()
-    odd = [
-        f"{settings.get(key)!s:.20} {unit} instead of {right}"
-        for key, unit, right in (
-            ("tokens", "tokens", wanted["tokens"]),
-            ("window", "tokens a window", wanted["window"]),
-        )
-        if settings.get(key) != right
-    ]
+    odd = []
+    for key, unit in (("tokens", "tokens"), ("window", "tokens a window")):
+        if settings.get(key) != wanted[key]:
+            odd.append(f"{settings.get(key)!s:.20} {unit} instead of {wanted[key]}")
     if settings.get("bos") != "never":
         odd.append("windows begin with BOS")
     if corpus.get("fingerprint") != wanted["text_sha256"]:

@@ -16,6 +16,7 @@ degrees of freedom. Maps of different folds share fit rows, so all of this is an
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -87,17 +88,8 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    i = 0
-    while i < len(order):
-        j = i
-        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
-            j += 1
-        for k in order[i : j + 1]:
-            ranks[k] = (i + j) / 2
-        i = j + 1
-    return ranks
+    order = sorted(values)
+    return [(bisect_left(order, v) + bisect_right(order, v) - 1) / 2 for v in values]
 
 
 # -- the jackknife over folds ---------------------------------------------------------------------

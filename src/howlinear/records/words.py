@@ -1,10 +1,14 @@
-"""Numbers as text: about four digits whatever their size, `-` for a missing number.
+"""Numbers as text, about four digits whatever their size, and text that is safe to print.
 
 number(0.8871)            0.887
 signed(1234567.0)         +1.2e6
 with_se(0.8871, 0.0031)   0.887 ±.003
 count(2_320_000)          2.32M
 bar(0.53)                 █████▎
+escaped("a\\x1b[31m b")    a\\x1b[31m b   (characters that are not printable become codes)
+spelled("Δ ±", "ascii")   d +-
+
+A missing number is `-`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 EIGHTHS = ("", *"▏▎▍▌▋▊▉")
+SPELLING = {"±": "+-", "Δ": "d", "…": "...", "→": "->", "␣": "_"}
+SPELLING |= dict.fromkeys("▌▋▊▉█", "#") | dict.fromkeys("▏▎▍", " ")  # cells of a bar, rounded
 
 
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
@@ -142,3 +148,31 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"{paths[0]} is named twice: name different runs")
+
+
+def escaped(text: object) -> str:
+    """Text from outside (model names, module paths, tokens) on one line, safe to print.
+
+    A code stands in place of each character that is not printable: control characters, line breaks
+    and characters that change the direction of writing.
+    """
+    return "".join(c if c.isprintable() else _code(c) for c in str(text))
+
+
+def spelled(text: str, encoding: str) -> str:
+    """The text in characters that the encoding of a terminal or a file has."""
+    if _holds(text, encoding):
+        return text
+    return "".join(c if _holds(c, encoding) else SPELLING.get(c, _code(c)) for c in text)
+
+
+def _holds(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _code(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from howlinear.records.escaping import escaped
 from howlinear.records.files import atomic
-from howlinear.records.words import finite
+from howlinear.records.words import escaped, finite
 from howlinear.report.canvas import Canvas
 from howlinear.report.figure import Figure
 from howlinear.report.svg import standalone

@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from howlinear.records.escaping import escaped
 from howlinear.records.files import clean
-from howlinear.records.words import compact
+from howlinear.records.words import compact, escaped
 
 VOID = {"br", "input", "link", "meta"}
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from howlinear.records.escaping import escaped
 from howlinear.records.fields import BlockProfile
 from howlinear.records.files import SCHEMA, clean
-from howlinear.records.words import number
+from howlinear.records.words import escaped, number
 from howlinear.run.folder import RunFolder
 
 

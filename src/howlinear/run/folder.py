@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,14 +35,11 @@ MODEL = ("family", "revision", "parameters", "weights")
 R = TypeVar("R", bound=Record)
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """One run folder, which need not exist yet."""
 
-    folder: Path
-
     def __init__(self, folder: str | Path) -> None:
-        object.__setattr__(self, "folder", Path(folder))
+        self.folder = Path(folder)
 
     # -- files ------------------------------------------------------------------------------------
 

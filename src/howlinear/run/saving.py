@@ -23,7 +23,7 @@ from typing import Any
 from howlinear.linear.stores import BlockStore, name_of
 from howlinear.records.files import SCHEMA, clean, read_json, write_json
 from howlinear.run.folder import RunFolder
-from howlinear.run.tensors import fill_store, moments_path, write_store
+from howlinear.run.tensors import fill_store, save_moments
 
 
 class Saves:
@@ -86,7 +86,7 @@ class Saves:
             # a rank may have saved before rank 0 wrote progress.json: compare the request again
             if about.get("blocks") == paths and about.get("asked") == clean(self.asked):
                 for store in stores:
-                    fill_store(save / f"{name_of(store.block)}.safetensors", store)
+                    fill_store(save, store)
                 return int(about["batches"])
         return 0
 
@@ -102,7 +102,7 @@ class Saves:
             return False
         shutil.rmtree(save, ignore_errors=True)  # half of a save that was interrupted
         for store in stores:
-            write_store(save / f"{name_of(store.block)}.safetensors", store)
+            save_moments(save, store)
         paths = [store.block.path for store in stores]
         about = {"kind": "pass", "schema": SCHEMA, "asked": self.asked, "batches": batches}
         write_json(save / "pass.json", {**about, "blocks": paths})
@@ -117,7 +117,7 @@ class Saves:
         if not self.done:
             self._write_progress()
             self.run.remove_results()
-        write_store(moments_path(self.folder, store.block), store)
+        save_moments(self.folder, store)
         self.done.add(name_of(store.block))
         self._write_progress()
 

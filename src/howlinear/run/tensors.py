@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from howlinear.linear.accumulators import Accumulator
 from howlinear.linear.affine import Affine
 from howlinear.linear.stores import PARTS, BlockStore, Place, name_of
 from howlinear.records.fields import BlockProfile
-from howlinear.records.files import atomic
+from howlinear.records.files import atomic, one_line
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, AttributeError) as err:
-        raise ValueError(f"{path} is not a readable safetensors file: {_line(err)}") from None
+        raise ValueError(f"{path} is not a readable safetensors file: {one_line(err)}") from None
     checksum = metadata.pop("crc32", None)
     if checksum is None:
         raise ValueError(f"{path} was not written by howlinear: it has no checksum")
@@ -67,10 +67,6 @@ def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:
         if metadata.get(name) != value:
             raise ValueError(f"{path} is of another {name}: {metadata.get(name)}, expected {value}")
     return tensors
-
-
-def _line(err: Exception) -> str:
-    return str(err).splitlines()[0] if str(err) else type(err).__name__
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
@@ -86,36 +82,33 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
 # -- moments of one block -------------------------------------------------------------------------
 
 
-def moments_path(folder: str | Path, block: Place) -> Path:
-    return Path(folder) / "moments" / f"{name_of(block)}.safetensors"
-
-
-def write_store(path: Path, store: BlockStore) -> None:
+def save_moments(folder: str | Path, store: BlockStore) -> None:
+    """Write one block's accumulators to a folder."""
+    path = _path(folder, "moments", store.block)
     write_tensors(path, store.state_dict(), kind="moments", block=store.block.path)
 
 
-def save_moments(folder: str | Path, store: BlockStore) -> None:
-    """Write one block's accumulators to a run folder."""
-    write_store(moments_path(folder, store.block), store)
+def fill_store(folder: str | Path, store: BlockStore) -> None:
+    """Fill a store without rows from a folder."""
+    _read(_path(folder, "moments", store.block), store.block, store.load_state_dict, "moments")
 
 
-def fill_store(path: Path, store: BlockStore) -> None:
-    """Fill a store without rows from a file."""
-    _checked(path, store.block, store.load_state_dict)
+def read_store(folder: str | Path, block: Place) -> BlockStore:
+    """One block's accumulators from a folder, with its row sample and what is known of it."""
+    path = _path(folder, "moments", block)
+    return _read(path, block, lambda state: BlockStore.from_state(block, state), "moments")
 
 
-def read_store(folder: str | Path, block: Place, device: Any = "cpu") -> BlockStore:
-    """One block's accumulators from a run folder, with its row sample and what is known of it."""
-    path = moments_path(folder, block)
-    return _checked(path, block, lambda state: BlockStore.from_state(block, state, device))
+def _path(folder: str | Path, name: str, block: Place) -> Path:
+    return Path(folder) / name / f"{name_of(block)}.safetensors"
 
 
-def _checked(path: Path, block: Place, take: Callable[[dict[str, Tensor]], T]) -> T:
-    state = read_tensors(path, kind="moments", block=block.path)
+def _read(path: Path, block: Place, take: Callable[[dict[str, Tensor]], T], kind: str) -> T:
+    tensors = read_tensors(path, kind=kind, block=block.path)
     try:
-        return take(state)
+        return take(tensors)
     except Exception as err:  # a file can hold anything, down to shapes that cannot be allocated
-        raise ValueError(f"{path}: {_line(err)}") from None
+        raise ValueError(f"{path}: {one_line(err)}") from None
 
 
 def read_moments(folder: str | Path, block: Place) -> dict[str, list[Accumulator]]:
@@ -140,19 +133,15 @@ def map_tensors(affine: Affine, r2_by_feature: Tensor) -> dict[str, Tensor]:
     }
 
 
-def write_map(folder: Path, block: Place, affine: Affine, r2_by_feature: Tensor) -> None:
-    path = folder / "maps" / f"{name_of(block)}.safetensors"
-    write_tensors(path, map_tensors(affine, r2_by_feature), kind="map", block=block.path)
+def write_map(folder: str | Path, block: Place, affine: Affine, r2_by_feature: Tensor) -> None:
+    tensors = map_tensors(affine, r2_by_feature)
+    write_tensors(_path(folder, "maps", block), tensors, kind="map", block=block.path)
 
 
 def read_map(folder: str | Path, block: Place) -> tuple[Affine, Tensor]:
     """The saved map of a block, and the R2 of each output feature."""
-    path = Path(folder) / "maps" / f"{name_of(block)}.safetensors"
-    tensors = read_tensors(path, kind="map", block=block.path)
-    try:
-        return _checked_map(tensors, block)
-    except Exception as err:  # a file can hold anything
-        raise ValueError(f"{path}: {_line(err)}") from None
+    path = _path(folder, "maps", block)
+    return _read(path, block, lambda tensors: _checked_map(tensors, block), "map")
 
 
 def _checked_map(tensors: dict[str, Tensor], block: Place) -> tuple[Affine, Tensor]:
@@ -173,22 +162,18 @@ def _checked_map(tensors: dict[str, Tensor], block: Place) -> tuple[Affine, Tens
 
 
 class Saved(Mapping[int, T]):
-    """One thing for each block of a run folder, by block index, read when it is used."""
+    """One part of what `read_map` gives for each block of a run folder, read when it is used."""
 
-    def __init__(
-        self,
-        folder: Path,
-        blocks: Sequence[BlockProfile],
-        read: Callable[[Path, BlockProfile], T],
-    ) -> None:
-        self.folder, self.blocks, self.read = folder, {b.index: b for b in blocks}, read
+    def __init__(self, folder: Path, blocks: Sequence[BlockProfile], part: int) -> None:
+        self.folder, self.blocks, self.part = folder, {b.index: b for b in blocks}, part
         for b in blocks:
-            path = folder / "maps" / f"{b.index}.safetensors"
+            path = _path(folder, "maps", b)
             if not path.is_file():
                 raise ValueError(f"{path} does not exist: is {folder} a complete run folder?")
 
     def __getitem__(self, index: int) -> T:
-        return self.read(self.folder, self.blocks[index])
+        parts: tuple[Any, Any] = read_map(self.folder, self.blocks[index])
+        return cast(T, parts[self.part])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.blocks)
@@ -199,7 +184,4 @@ class Saved(Mapping[int, T]):
 
 def saved_maps(folder: Path, blocks: Sequence[BlockProfile]) -> tuple[Saved[Affine], Saved[Tensor]]:
     """The maps of a run folder, and the R2 of each of their output features."""
-    return (
-        Saved(folder, blocks, lambda at, b: read_map(at, b)[0]),
-        Saved(folder, blocks, lambda at, b: read_map(at, b)[1]),
-    )
+    return Saved(folder, blocks, 0), Saved(folder, blocks, 1)
