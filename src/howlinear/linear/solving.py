@@ -85,7 +85,7 @@ def input_noise(moments: Accumulator, intercept: bool = True) -> Tensor:
     return moments.eps * moments.mean_x.abs() * math.sqrt(moments.weight)
 
 
-def _scale(squares: Tensor, noise: Tensor) -> Tensor:
+def column_scale(squares: Tensor, noise: Tensor | float) -> Tensor:
     """Root of each column's sum of squares; infinite for columns that only rounding makes vary.
 
     Dividing by infinity makes such a column zero and its coefficient too.
@@ -98,7 +98,7 @@ def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[T
     """(W, rank, Z) from sums of squares; `eps` is the resolution of the rows."""
     d = len(S_xx)
     tol = max(d * eps, math.sqrt(d * EPS))
-    scale = _scale(S_xx.diagonal(), noise)
+    scale = column_scale(S_xx.diagonal(), noise)
     C = S_xx / scale / scale[:, None]  # unit diagonal
     B = S_xy.t().contiguous() / scale  # (d_out, d_in): solving from the right is a quarter faster
     L, info = torch.linalg.cholesky_ex(C)
@@ -124,7 +124,7 @@ def _solve_root(
         Q, R = torch.linalg.qr(R)
         Y = Q.t() @ Y
     tol = len(R) * eps
-    scale = _scale(R.square().sum(0), noise)
+    scale = column_scale(R.square().sum(0), noise)
     R = R / scale
     U, s, Vh = torch.linalg.svd(R, full_matrices=False)
     keep = s > tol * s[0]

@@ -92,11 +92,6 @@ class Known:
     care: Tensor | None = None  # (d_out,) weights of squared errors, see `profiling.fisher`
     has_stream: bool = True  # are |h| and every norm between y and the add known?
 
-    def narrow(self, units: int) -> Known:
-        """The same with the first sink units alone."""
-        kept, shares = (self.units or [])[:units], (self.shares or [])[:units]
-        return replace(self, units=kept, shares=shares)
-
     def state_dict(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         if self.units is not None:
@@ -233,7 +228,8 @@ class BlockStore:
     def narrow(self, units: int) -> BlockStore:
         """A new store of the same rows with the first sink units alone."""
         narrow, width = copy.copy(self), self.block.d_in + units
-        narrow.known = self.known.narrow(units)
+        sinks, shares = (self.known.units or [])[:units], (self.known.shares or [])[:units]
+        narrow.known = replace(self.known, units=sinks, shares=shares)
         narrow.body, narrow.first = (
             [a.narrow(width) for a in part] for part in (self.body, self.first)
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.moments import Moments
-from howlinear.linear.solving import input_noise, solve, solve_gram
+from howlinear.linear.solving import column_scale, input_noise, solve, solve_gram
 
 GROUP = 16  # units removed at once
 RIDGE = 1e-9  # of the scaled moments' unit diagonal: units may repeat one another
@@ -75,8 +75,7 @@ def _remove(P: Tensor, D: Tensor, J: Tensor) -> float:
 
 def unit_diagonal(S: Tensor, S_y: Tensor) -> tuple[Tensor, Tensor]:
     """(S, S_y) with the columns of x scaled to unit squares; columns of zeros stay zero."""
-    scale = S.diagonal().clamp_min(0).sqrt()
-    scale = torch.where(scale > 0, scale, torch.inf)
+    scale = column_scale(S.diagonal(), 0.0)
     return S / scale / scale[:, None], S_y / scale[:, None]
 
 

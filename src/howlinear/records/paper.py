@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -50,7 +50,7 @@ class Reproduction:
     name: str | None
     blocks: list[dict[str, Any]]
     notes: list[str]
-    about: dict[str, Any] = field(default_factory=dict)  # model, corpus, settings of the run
+    about: dict[str, Any]  # model, corpus, settings of the run
 
     @property
     def measured(self) -> list[str]:

@@ -42,7 +42,9 @@ class Saves:
         self._last = time.monotonic()
         self.together: int | None = None  # blocks at a time, as the pass began
         if rank == 0:
-            self._remove_temporary()
+            for name in (".", "moments", "maps"):  # left by writes that were interrupted
+                for path in (self.folder / name).glob(".*.tmp"):
+                    path.unlink(missing_ok=True)
         if self.begun:
             before = self.run.read("progress")
             self.run.check_resumable(before.get("asked"), self.asked)
@@ -72,12 +74,6 @@ class Saves:
     def _write_progress(self) -> None:
         about = {"kind": "progress", "schema": SCHEMA, "asked": self.asked}
         self.run.write({**about, "together": self.together, "done": sorted(self.done)})
-
-    def _remove_temporary(self) -> None:
-        """Remove temporary files of writes that were interrupted."""
-        for folder in (self.folder, self.folder / "moments", self.folder / "maps"):
-            for path in folder.glob(".*.tmp"):
-                path.unlink(missing_ok=True)
 
     def resume(self, stores: Sequence[BlockStore]) -> int:
         """Fill fresh stores from the last save of a pass over the same blocks; batches done."""

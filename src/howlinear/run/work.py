@@ -112,12 +112,12 @@ class Ranks:
             self._send(tensors, 0)
         return self._receive(owner) if owner != 0 and self.rank == 0 else dict(tensors)
 
-    def share(self, value: Any, source: int = 0) -> Any:
-        """A small value of one rank at every rank."""
+    def share(self, value: Any) -> Any:
+        """A small value of rank 0 at every rank."""
         if self.count == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, source)
+        dist.broadcast_object_list(box, 0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
