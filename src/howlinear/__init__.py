@@ -30,6 +30,7 @@ _HOME = {
     "builtin_text": "models.corpus",
     "text_file": "models.corpus",
     "dataset_text": "models.corpus",
+    "Course": "profiling.passes",
     "profile": "profiling.profiler",
     "Profile": "profiling.profiler",
     "text_loss": "losses.perplexity",
@@ -37,6 +38,9 @@ _HOME = {
     "evaluate": "losses.evaluation",
     "swap_costs": "losses.sweeps",
     "probe": "probing.probes",
+    "Budget": "compression.plan",
+    "CompressSettings": "compression.compress",
+    "ProbeSettings": "probing.kinds",
     "compress_model": "compression.compress",
     "install_maps": "export.install",
     "compare_runs": "profiling.comparing",
@@ -48,9 +52,13 @@ _HOME = {
 __all__ = [
     "TSQR",
     "Affine",
+    "Budget",
+    "CompressSettings",
+    "Course",
     "LinearityCallback",
     "LinearityMonitor",
     "Moments",
+    "ProbeSettings",
     "Profile",
     "Text",
     "blocks",
@@ -76,7 +84,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from howlinear.compression.compress import compress_model
+    from howlinear.compression.compress import CompressSettings, compress_model
+    from howlinear.compression.plan import Budget
     from howlinear.export.install import install_maps
     from howlinear.linear.affine import Affine
     from howlinear.linear.moments import TSQR, Moments
@@ -89,10 +98,12 @@ if TYPE_CHECKING:
     from howlinear.models.families import blocks
     from howlinear.models.hooks import swapped, tap
     from howlinear.models.loading import load
+    from howlinear.probing.kinds import ProbeSettings
     from howlinear.probing.probes import probe
     from howlinear.profiling.comparing import compare_runs
     from howlinear.profiling.merging import merge_runs
     from howlinear.profiling.monitor import LinearityCallback, LinearityMonitor
+    from howlinear.profiling.passes import Course
     from howlinear.profiling.profiler import Profile, profile
 
 

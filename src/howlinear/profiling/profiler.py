@@ -149,7 +149,7 @@ def profile(
     `signal` estimates what a swap costs, by a backward pass over 256 tokens; it is None for models
     that predict no next token, for batches of more than token ids, and for streams that can be read only once.
     `batch_size` (8) is in windows. `course` is how the work is carried out, see
-    `howlinear.profiling.passes.Course`: solver, precision, seed, processes, saves. `progress` is called with
+    `Course`: solver, precision, seed, processes, saves. `progress` is called with
     the number of tokens of each batch done.
     """
     text, course = as_windows(windows), course_with(course, batch_size, progress)
