@@ -19,10 +19,9 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator
-from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -134,8 +133,8 @@ def _takes(annotated: Any) -> str:
         return f"{WORDS[get_args(hint)[0]]}, may be repeated"
     if hint is bool:
         return ""
-    if issubclass(hint, Enum):
-        return ", ".join(f"`{choice.value}`" for choice in hint)
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
     return WORDS[hint]
 
 

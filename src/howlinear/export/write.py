@@ -62,8 +62,8 @@ def write_export(
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
 
-    `kind` is hf, narrow or nemotron-nas, `source` the argument of `models.load`, `report` the windows
-    (n, length) on which `result.change` was measured. The rounded model is measured on them again.
+    `source` is the argument of `models.load`, `report` the windows (n, length) on which
+    `result.change` was measured. The rounded model is measured on them again.
     """
     dtype, total = getattr(model, "stored_dtype", torch.float32), len(blocks(model))
     with quiet(), new_folder(out) as folder:
@@ -72,9 +72,7 @@ def write_export(
         exported = {
             "kind": kind,
             "folder": Path(out).name,
-            "dtype": dtype_name(dtype),
-            "parameters": sum(p.numel() for p in written.parameters()),
-            "bytes": sum(path.stat().st_size for path in weight_files(folder)),
+            **_stored(written, folder, dtype),
             **_perplexity(change),
             "notes": notes,
         }
@@ -92,6 +90,15 @@ def write_export(
         add_files(folder, facts, tokenizer, {"README.md": readme, **_records(result, exported)})
         verify(folder, written, _inputs(written, report), kind)
     result.exported.update(exported)
+
+
+def _stored(model: nn.Module, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The dtype and number of parameters, and the bytes of the weights on disk."""
+    return {
+        "dtype": dtype_name(dtype),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": sum(path.stat().st_size for path in weight_files(folder)),
+    }
 
 
 def _fill(
