@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from howlinear.models import bfloat16
@@ -19,6 +20,13 @@ from command import inside
 from howlinear.models import corpus, loading
 
 ALL = torch.get_num_threads()
+
+
+# Machines that run the tests are shared: slow generation of examples is no finding.
+hypothesis.settings.register_profile(
+    "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared")
 
 
 def pytest_configure(config):
