@@ -219,3 +219,13 @@ def test_checkpoints_are_kept_and_gone_on_with(net, other, tmp_path):
     path.write_text(path.read_text().replace('"r2_body"', '"r2_soul"'))
     with pytest.raises(ValueError, match="damaged"):
         read_training(run, asked)
+
+
+def test_a_model_in_train_mode_is_measured_without_dropout():
+    model, windows = tiny.model("t5", dropout_rate=0.5), ids()
+    want = matched(model.eval(), windows).blocks
+    sinks = [b.sink_units for b in profile(model, windows).blocks]
+    model.train()
+    assert matched(model, windows).blocks == want
+    assert [b.sink_units for b in profile(model, windows).blocks] == sinks != [None] * len(sinks)
+    assert all(module.training for module in model.modules())

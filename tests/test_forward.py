@@ -155,7 +155,8 @@ def test_a_forward_ends_with_the_last_block_wanted_and_the_model_is_as_before():
         layer.register_forward_hook(lambda *_, i=i: ran.append((i, model.training)))
     received = rows_of(model, IDS, at=blocks(model, "0"), work=Work(batch_size=2))
     assert [(number, index) for number, index, _, _ in received] == [(0, 0), (1, 0), (2, 0)]
-    assert ran == [(0, False)] * 3
+    first = [(i, False) for i in range(len(model.model.layers))]  # to its end, to find repetitions
+    assert ran == [*first, (0, False), (0, False)]
     assert model.training
     assert torch.is_grad_enabled()
 
@@ -213,3 +214,13 @@ def test_bfloat16_is_refused_where_it_would_crash(monkeypatch):
     monkeypatch.setattr(bfloat16, "crashes", lambda: True)
     with pytest.raises(ValueError, match="--dtype float32"):
         Forward(tiny.model("llama").bfloat16())
+
+
+def test_a_block_that_runs_twice_is_refused():
+    """Although a forward ends when every block has run once."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model("albert", **tiny.HF, embedding_size=8, vocab_size=50)
+    model = transformers.AutoModel.from_config(config).eval()
+    with pytest.raises(RuntimeError, match="ran twice"):
+        run_rows(model, tiny.inputs("llama"), lambda batch, block, rows: None)

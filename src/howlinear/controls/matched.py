@@ -22,7 +22,7 @@ from howlinear.linear.affine import Affine
 from howlinear.linear.folds import Folds, check_rows
 from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
-from howlinear.models.hooks import as_module
+from howlinear.models.hooks import as_module, evaluating
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums, pearson, r2s
 from howlinear.run.work import Work
@@ -50,7 +50,8 @@ def matched(
     check_rows(windows.shape[0], windows.shape[1], max(b.d_in for b in measured), split)
     runs = {b.index: Cast(as_module(model, b)) for b in measured}
     stats = input_moments(model, windows, measured, work, "inputs")
-    predicted, notes = _predicted_maps(model, measured, stats)
+    with evaluating(model):
+        predicted, notes = _predicted_maps(model, measured, stats)
     outputs = {b: _outputs(b, runs[b.index], stats[b.index]) for b in measured}
     scores = feed(model, windows, outputs, split, work, "blocks on their inputs, moved", predicted)
     drawn: dict[int, dict[Any, Sums]] = {}
@@ -58,7 +59,8 @@ def matched(
     for k, b in enumerate(measured):
         if work.ranks.mine(k):
             i = b.index
-            drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
+            with evaluating(model):
+                drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
         advance(windows.numel() // len(measured))
     drawn = work.ranks.joined(drawn)
     rows = [_row(b, scores[b.index], drawn[b.index]) for b in measured]

@@ -62,7 +62,7 @@ def write_export(
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
 
-    `source` is the argument of `models.load`, `report` the windows (n, length) on which
+    `source` is the argument of `models.loading.load`, `report` the windows (n, length) on which
     `result.change` was measured. The rounded model is measured on them again.
     """
     dtype, total = getattr(model, "stored_dtype", torch.float32), len(blocks(model))

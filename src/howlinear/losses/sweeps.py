@@ -4,7 +4,7 @@
     costs[0].change.delta_ppl, costs[0].change.delta_ppl_se, costs[0].cosine
 
 Every number is paired: the original and each variant see the same tokens, and the blocks before the
-swapped one are computed once. See `perplexity` for how a difference gets its standard error.
+swapped one are computed once. See `losses.perplexity` for how a difference gets its standard error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def swap_costs(
     """The cost of replacing each block alone, by depth index, on windows (n, length) of token ids.
 
     `maps` may hold anything that takes x (..., d_in) to y (..., d_out). `windows` may also be one
-    stream of tokens with a protocol; see `perplexity`. `progress` is called with tokens done.
+    stream of tokens with a protocol; see `losses.protocols`. `progress` is called with tokens done.
     """
     by_index = {block.index: block for block in blocks(model)}
     if missing := [i for i in maps if i not in by_index]:

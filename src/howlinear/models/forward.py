@@ -238,18 +238,20 @@ def run_rows(
     """Run the windows through the model: `receive(batch, block, rows)` once a batch and block.
 
     `at` and `units` are those of `tap`. Of several ranks each runs some of the batches. A forward
-    ends when every block of `at` has run. With a label, progress is reported in tokens.
+    ends when every block of `at` has run, except the first, which runs to its end: `tap` refuses a
+    block that runs twice. With a label, progress is reported in tokens.
     """
     work, text, forward = work or Work(), as_windows(windows), Forward(model)
     at = list(blocks(model) if at is None else dict.fromkeys(at))
     advance = work.begin(label, text.tokens) if label else None
     batch: Batch
     missing: set[Block] = set()
+    ran_once = False
 
     def take(block: Block, rows: Rows) -> None:
         receive(batch, block, rows)
         missing.discard(block)
-        if not missing:
+        if ran_once and not missing:
             raise StopForward
 
     with tap(model, take, at=at, units=units):
@@ -257,5 +259,6 @@ def run_rows(
             if work.ranks.mine(batch.number):
                 missing.update(at)
                 forward(batch.inputs)
+                ran_once = True
             if advance is not None:
                 advance(batch.tokens)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from howlinear.linear.rows import Rows
 from howlinear.linear.stores import MOST
 from howlinear.models.families import Block, projection_shape
-from howlinear.models.hooks import Chain, tap
+from howlinear.models.hooks import Chain, evaluating, tap
 from howlinear.models.offload import resident
 
 
@@ -33,10 +33,10 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
     ValueError for a block whose units cannot be computed alone: experts, quantised weights, and
     blocks that mix units before the last projection.
     """
-    made = _sliced(model, block, torch.as_tensor(units, dtype=torch.long))
-    weight = next(made.parameters())
-    x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):  # copies keep the mode: without dropout
+        made = _sliced(model, block, torch.as_tensor(units, dtype=torch.long))
+        weight = next(made.parameters())
+        x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
         every, got = hidden_units(model, block)(x), made(x)
     if not bool(every.isfinite().all()):
         raise ValueError(f"{block} has hidden units that are not finite")

@@ -28,7 +28,7 @@ from howlinear.losses.sweeps import sweep
 from howlinear.models import corpus
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.forward import Windows, WindowsLike, as_windows
-from howlinear.models.hooks import as_module
+from howlinear.models.hooks import as_module, evaluating
 from howlinear.probing.kinds import KINDS, PROBES, Layers, ProbeSettings, Subject
 from howlinear.probing.results import Probes
 from howlinear.probing.samples import Cast, conjunction, gather, outcome, sample_bytes
@@ -75,7 +75,8 @@ def probe(
             rows: Any = tuple(by_index.pop(block.index) for by_index in samples)
             swap_map = partial(_swap_map, model, Path(folder), run, block)
             subject = Subject(model, block, affine, rows, settings, swap_map, heal_on)
-            record, result.layers[block.index] = _probe_block(subject, work)
+            with evaluating(model):
+                record, result.layers[block.index] = _probe_block(subject, work)
             result.blocks.append(record)
             result.save(folder)
         if predict is not None:

@@ -36,12 +36,14 @@ def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
     """As `passes.whole_model`, a layer at a time."""
     saves, ranks = reading.course.saves, reading.course.ranks
     layers, where = stack_of(reading.model, reading.at)
-    first = next(reading.text.batches(reading.course.batch_size))
-    mine = list(reading.batches())
-    if any("input_ids" not in batch.inputs for batch in (first, *mine)):
+    every = list(reading.text.batches(reading.course.batch_size))  # once: it may be a stream
+    if not every:
+        raise ValueError("the text is empty: there is no window to read")
+    mine = [batch for batch in every if reading.course.mine(batch.number)]
+    if any("input_ids" not in batch.inputs for batch in every):
         raise ValueError("images and audio do not go layer by layer: run without --layerwise")
     stack, last = _Stack(reading.model, layers), max(where.values())
-    beginning = Batch(-1, -1, reading.beginning(first), [], 0)
+    beginning = Batch(-1, -1, reading.beginning(every[0]), [], 0)
     if not all(block.family in FAMILIES for block in reading.at):
         stack.check(beginning.inputs, last)
     with tempfile.TemporaryDirectory(prefix="howlinear-") as temporary:

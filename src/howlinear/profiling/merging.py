@@ -59,7 +59,7 @@ class Head:
         run = RunFolder(folder)
         kind = "shard" if run.has("shard") else "profile"
         if not run.has(kind) and run.has("progress"):
-            raise ValueError(f"{folder} is not finished: run its command again, it goes on")
+            raise ValueError(f"{folder} is not finished: run its command again, it resumes")
         data = run.read(kind)
         parts = [data.get(name) for name in ("model", "corpus", "settings")]
         listed = data.get("blocks")

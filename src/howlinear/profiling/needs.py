@@ -3,7 +3,7 @@
     needs = profile_needs(model, blocks(model), windows=320, length=512)
     needs.memory, needs.disk, needs.multiply_adds, needs.lines()
 
-Weights need not be loaded: a model on the meta device will do (`models.skeleton`). Counts of moments
+Weights need not be loaded: a model on the meta device will do (`models.loading.skeleton`). Counts of moments
 and files are exact; activations and the work of solving are estimates.
 """
 
