@@ -44,14 +44,18 @@ def matched(
     Gaussian inputs have the mean and covariance of the block's own. Beside them stands the map that
     the block's weights and those two moments predict.
     """
-    work = work or Work()
-    measured = blocks(model, at)
+    with evaluating(model):
+        return _matched(model, windows, blocks(model, at), folds, seed, work or Work())
+
+
+def _matched(
+    model: nn.Module, windows: Tensor, measured: list[Block], folds: int, seed: int, work: Work
+) -> Control:
     split = Folds(folds)
     check_rows(windows.shape[0], windows.shape[1], max(b.d_in for b in measured), split)
     runs = {b.index: Cast(as_module(model, b)) for b in measured}
     stats = input_moments(model, windows, measured, work, "inputs")
-    with evaluating(model):
-        predicted, notes = _predicted_maps(model, measured, stats)
+    predicted, notes = _predicted_maps(model, measured, stats)
     outputs = {b: _outputs(b, runs[b.index], stats[b.index]) for b in measured}
     scores = feed(model, windows, outputs, split, work, "blocks on their inputs, moved", predicted)
     drawn: dict[int, dict[Any, Sums]] = {}
@@ -59,8 +63,7 @@ def matched(
     for k, b in enumerate(measured):
         if work.ranks.mine(k):
             i = b.index
-            with evaluating(model):
-                drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
+            drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
         advance(windows.numel() // len(measured))
     drawn = work.ranks.joined(drawn)
     rows = [_row(b, scores[b.index], drawn[b.index]) for b in measured]

@@ -146,9 +146,8 @@ def profile(
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
     out. `experts` measures each expert of a mixture too: on the tokens "routed" to it, or on "all".
-    `signal` estimates what a swap costs, by a backward pass over 256 tokens: `swap_signal`, which is
-    None layer by layer, for offloaded models, for models that predict no next token, for batches of
-    more than token ids, and for streams that can be read only once.
+    `signal` estimates what a swap costs, by a backward pass over 256 tokens: `swap_signal`, None layer by
+    layer, offloaded, without a next-token loss, and for inputs other than repeatable token ids.
     `batch_size` (8) is in windows. `course` is how the work is carried out, see
     `Course`: solver, precision, seed, processes, saves. `progress` is called with
     the number of tokens of each batch done.
