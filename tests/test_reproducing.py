@@ -11,8 +11,8 @@ import torch
 
 from howlinear.cli import reproduce
 from howlinear.records.fields import BlockProfile
-from howlinear.records.paper import QUANTITIES, paper, reproduce_run
 from howlinear.records.statistics import pearson, spearman
+from howlinear.report.paper import QUANTITIES, paper, reproduce_run
 
 MODELS = paper()["models"]
 TRAINED = Path(__file__).parent / "models"

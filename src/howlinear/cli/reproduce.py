@@ -24,9 +24,10 @@ from howlinear.cli.printer import (
     write_whole,
 )
 from howlinear.cli.profile import profile
-from howlinear.records import paper
-from howlinear.records.paper import PREDICTED, Reproduction, reproduce_run
 from howlinear.records.words import number
+from howlinear.report import paper
+from howlinear.report.paper import PREDICTED, Reproduction, reproduce_run
+from howlinear.run.folder import RunFolder
 
 LOCAL = "`howlinear profile FOLDER --protocol paper -o RUN`, then `howlinear reproduce RUN`"
 
@@ -115,7 +116,7 @@ def _paper_name(source: str | None) -> str | None:
 def _run_folder(source: str) -> Path:
     """A run folder; ValueError with the command that makes one otherwise."""
     run = Path(source).expanduser()
-    if (run / "profile.json").is_file():
+    if RunFolder(run).has("profile"):
         return run
     if (run / "config.json").is_file() or run.suffix == ".gguf":
         command = shlex.join(["howlinear", "profile", source, "--protocol", "paper", "-o", "RUN"])

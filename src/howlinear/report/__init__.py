@@ -1,6 +1,6 @@
 """Results as drawings, tables and one self-contained page.
 
-Reads records and the JSON files of run folders.
+Reads records and the JSON files of run folders; holds the figures of the paper.
 No torch, no models.
 """
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
-from howlinear.records.files import SCHEMA, blocks_of, read_json
+from howlinear.records.files import SCHEMA
 from howlinear.records.statistics import pearson
+from howlinear.run.folder import RunFolder, records_of
 
 Values = dict[int, float | None]  # by block
 
@@ -37,7 +38,7 @@ RANK = 16  # of the bilinear probe
 @cache
 def paper() -> dict[str, Any]:
     """The paper's figures, block by block."""
-    text = resources.files("howlinear.records").joinpath("paper.json").read_text(encoding="utf-8")
+    text = resources.files("howlinear.report").joinpath("paper.json").read_text(encoding="utf-8")
     figures: dict[str, Any] = json.loads(text)
     return figures
 
@@ -85,15 +86,15 @@ def document(
 
 def reproduce_run(run: str | Path) -> Reproduction:
     """A run that followed the paper's protocol, beside the paper's figures for its model."""
-    run = Path(run)
-    data = read_json(run / "profile.json", "profile")
+    folder, run = RunFolder(run), Path(run)
+    data = folder.read("profile")
     about = {part: _dict(data.get(part)) for part in ("model", "corpus", "settings")}
     if about["settings"].get("protocol") != "paper":
         model = _dict(data.get("asked")).get("model")
         again = ["howlinear", "profile", *([str(model)] if model else [])]
         command = shlex.join([*again, "--protocol", "paper", "-o", f"{run}-paper"])
         raise ValueError(f"{run} does not follow the paper's protocol: run `{command}`")
-    blocks = blocks_of(run / "profile.json", data, BlockProfile)
+    blocks = list(records_of(folder.path("profile"), data, BlockProfile).values())
     name, notes = paper_model(about["model"], blocks)
     notes += _departures(**about)
     quantities: dict[str, Values] = {
@@ -101,9 +102,9 @@ def reproduce_run(run: str | Path) -> Reproduction:
         "r2_feature_median": {b.index: b.r2_feature.get("median") for b in blocks},
         "effective_rank": {b.index: b.effective_rank for b in blocks},
     }
-    if costs := _swap_costs(run, notes):
+    if costs := _swap_costs(folder, notes):
         quantities["delta_ppl"] = costs
-    if gains := _gains(run, blocks, notes):
+    if gains := _gains(folder, blocks, notes):
         quantities["bilinear_gain"] = gains
     return Reproduction(str(run), name, _compared(blocks, quantities, name), notes, about)
 
@@ -182,12 +183,11 @@ def _departures(
     return [f"unlike the paper: {', '.join(odd)}"] if odd else []
 
 
-def _swap_costs(run: Path, notes: list[str]) -> Values:
+def _swap_costs(run: RunFolder, notes: list[str]) -> Values:
     """Perplexity that plain least squares adds, where it was measured in the paper's windows."""
-    path = run / "swap.json"
-    if not path.exists():
+    if not run.has("swap"):
         return {}
-    data = read_json(path, "swap")
+    data = run.read("swap")
     settings, base = _dict(data.get("settings")), _dict(data.get("base"))
     if settings.get("protocol") != CUT:
         notes.append(f"swap.json is left out: its protocol is not {CUT}")
@@ -195,15 +195,15 @@ def _swap_costs(run: Path, notes: list[str]) -> Values:
     if base.get("tokens") != PREDICTED:
         tokens = f"{base.get('tokens')!s:.20} tokens, the paper's on about {PREDICTED}"
         notes.append(f"dPPL is measured on {tokens} (`howlinear swap RUN --tokens {PREDICTED}`)")
-    return {b.index: b.delta_ppl_plain for b in blocks_of(path, data, BlockSwap)}
+    swaps = records_of(run.path("swap"), data, BlockSwap)
+    return {index: b.delta_ppl_plain for index, b in swaps.items()}
 
 
-def _gains(run: Path, blocks: list[BlockProfile], notes: list[str]) -> Values:
+def _gains(run: RunFolder, blocks: list[BlockProfile], notes: list[str]) -> Values:
     """Gains of the bilinear probe, as shares of the variance around one scalar mean."""
-    path = run / "probe.json"
-    if not path.exists():
+    if not run.has("probe"):
         return {}
-    probes = {b.index: b.bilinear for b in blocks_of(path, read_json(path, "probe"), BlockProbe)}
+    probes = {index: b.bilinear for index, b in run.blocks("probe", BlockProbe).items()}
     gains: Values = {}
     for b in blocks:
         probe = probes.get(b.index) or {}
