@@ -398,3 +398,17 @@ def test_the_swap_signal_is_a_choice(llama):
         profile(llama, masked),
     ):
         assert all(b.swap_signal is None and b.safety == "unknown" for b in result.blocks)
+
+
+@pytest.mark.parametrize("created_inside", [False, True])
+def test_inference_mode_changes_nothing(created_inside):
+    """Results can be added to afterwards; a model made inside has no gradients, so no signal."""
+    want = profile(tiny.model("gpt2"), ids(170)).blocks
+    model = None if created_inside else tiny.model("gpt2")
+    with torch.inference_mode():
+        result = profile(model or tiny.model("gpt2"), ids(170))
+    assert [b.r2 for b in result.blocks] == [b.r2 for b in want]
+    assert [b.swap_signal for b in result.blocks] == [
+        None if created_inside else b.swap_signal for b in want
+    ]
+    result.stores[0].body[0].merge(result.stores[0].body[1])

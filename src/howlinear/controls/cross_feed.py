@@ -20,7 +20,7 @@ from howlinear.controls.results import Control, estimate, mean
 from howlinear.linear.folds import Folds, check_rows
 from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
-from howlinear.models.hooks import as_module
+from howlinear.models.hooks import as_module, evaluating
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums
 from howlinear.run.work import Work
@@ -50,11 +50,12 @@ def cross_feed(
         check_rows(windows.shape[0], windows.shape[1], every[k][0].d_in, split)
         used = {i: every[k][i] for i in sorted({pair[k] for pair in chosen})}
         sides.append(_Side("AB"[k], model, windows, used))
-    for side in sides:
-        side.read_inputs(work)
     a, b = sides
-    on_a = a.feed(b, chosen, split, work)
-    on_b = b.feed(a, [(j, i) for i, j in chosen], split, work)
+    with evaluating(model_a), evaluating(model_b):  # blocks of one run in the other's forward
+        a.read_inputs(work)
+        b.read_inputs(work)
+        on_a = a.feed(b, chosen, split, work)
+        on_b = b.feed(a, [(j, i) for i, j in chosen], split, work)
     same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
     rows: list[dict[str, Any]] = []
     for i, j in chosen:

@@ -48,9 +48,11 @@ def fisher(
     """Mean squared gradient of each block's output features, (d_out,) float64 on the CPU.
 
     Reads TOKENS tokens spread over the windows `ids` (n, length). None for models that predict no
-    next token of the text they read.
+    next token of the text they read, and for models made in inference mode: no gradients there.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    if any(parameter.is_inference() for parameter in model.parameters()):
         return None
     try:
         readout = Readout(model)

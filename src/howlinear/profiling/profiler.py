@@ -129,6 +129,7 @@ class Profile(Result):
         return cls(records, maps, features, [], settings, about, experts)
 
 
+@torch.inference_mode(False)  # the signal needs gradients, and sums are added to later
 def profile(
     model: nn.Module,
     windows: WindowsLike,
