@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 COMMON = ("--tokens", "8192", "--max-length", "64")
 
@@ -11,6 +12,13 @@ COMMON = ("--tokens", "8192", "--max-length", "64")
 @pytest.fixture
 def text(little):
     return ("--text-file", little / "text.txt", *COMMON)
+
+
+def change_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: 2 * t for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def document(done):
@@ -51,19 +59,23 @@ def test_matched_prints_a_table_that_fits(here, little, text, tmp_path):
     assert len(json.loads((tmp_path / "control-matched.json").read_text())["blocks"]) == 1
 
 
-def test_checkpoints_of_a_folder_in_order_and_resumed(here, little, text, tmp_path):
+def test_checkpoints_of_a_folder_in_order_and_resumed(here, complaint, little, text, tmp_path):
     for name in ("checkpoint-10", "checkpoint-9"):
         shutil.copytree(little / "model", tmp_path / "t" / name)
     args = ("control", "checkpoints", tmp_path / "t", *text, "-o", tmp_path / "out")
     first = here(*args, "--revisions", "checkpoint-10")
     assert first.returncode == 0, first.stderr
     again = here(*args, "--json")
-    assert "loading checkpoint-10" not in again.stderr
+    assert "profiling checkpoint-9" in again.stderr
+    assert "profiling checkpoint-10" not in again.stderr
     data = document(again)
     assert data["summary"]["measured"] == ["checkpoint-9", "checkpoint-10"]
     assert data["blocks"][0]["r2"][0] == data["blocks"][0]["r2"][1]  # the same weights
     shown = here(*args)
     assert "checkpoint-9" in shown.stdout
+    change_weights(tmp_path / "t" / "checkpoint-9")
+    assert "checkpoint-9 has changed since it was measured: weights was" in complaint(*args)
+    assert json.loads((tmp_path / "out" / "control-checkpoints.json").read_text()) == data
 
 
 def test_profile_of_several_texts_and_compare(here, little, tmp_path):

@@ -13,6 +13,7 @@ from howlinear.controls.cross_feed import cross_feed, depth_pairs
 from howlinear.controls.matched import matched
 from howlinear.controls.random_init import random_init, untrained
 from howlinear.linear.folds import Folds
+from howlinear.models import loading
 from howlinear.models.hooks import as_module
 from howlinear.probing.samples import Cast
 from howlinear.run.folder import RunFolder
@@ -206,11 +207,17 @@ def test_blocks_without_a_prediction_are_told():
 def test_checkpoints_are_kept_and_gone_on_with(net, other, tmp_path):
     run, asked = RunFolder(tmp_path), {"folds": 5}
     first = read_training(run, asked)
-    first.measure(net, ids(), "step1")
+    about = loading.describe(net, "org/net", "0a1b")
+    first.measure(net, ids(), "step1", about)
     path = run.write(first.to_dict())
     again = read_training(run, asked)
     assert again.measured == ["step1"]
-    again.measure(other, ids(), "step0")
+    assert again.commit("step1") == "0a1b"  # needs no loading
+    assert again.holds("step1", about)
+    assert not again.holds("step0", about)
+    with pytest.raises(ValueError, match="step1 has changed since it was measured: weights was"):
+        again.holds("step1", loading.describe(other, "org/net", "0a1b"))
+    again.measure(other, ids(), "step0", loading.describe(other, "org/net"))
     again.sort(["step0", "step1"])
     assert [c["name"] for c in again.checkpoints] == ["step0", "step1"]
     assert again.blocks[0]["r2"][1] == profile(net, ids().split(8)).blocks[0].r2

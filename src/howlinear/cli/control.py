@@ -174,18 +174,33 @@ def checkpoints(
     settings |= {"max_length": max_length, "folds": folds, "blocks": blocks}
     folder = RunFolder(out) if out else _folder(model)
     result = subject.ranks.share(read_training(folder, settings))
-    for label in [label for label in stages if label not in result.measured]:
-        subject.name, subject.revision = stages[label]
-        net, ids = subject.load(Loader(device, trust_remote_code, allow_pickle), label, blocks)
-        with progress_bars() as begin:
-            result.measure(net, ids, label, at=blocks, work=subject.work(batch_size, begin))
-        result.about.update(model=loading.describe(net, *stages[label]), **made_by())
-        del net
-        result.sort(list(stages))
-        if subject.ranks.rank == 0:
-            folder.write(result.to_dict())
+    loader = Loader(device, trust_remote_code, allow_pickle)
+    for label, (subject.name, subject.revision) in stages.items():
+        if _add_checkpoint(result, subject, label, loader, blocks, batch_size):
+            result.sort(list(stages))
+            if subject.ranks.rank == 0:
+                folder.write(result.to_dict())
     show(result, show_training, folder.path(TRAINING), as_json)
     subject.ranks.stop()
+
+
+def _add_checkpoint(
+    result: Any, subject: _Subject, label: str, loader: Loader, at: str | None, batch_size: int
+) -> bool:
+    """Measure one checkpoint of a training, unless the result has it: then False."""
+    from howlinear.models import loading
+
+    if subject.revision and subject.revision == result.commit(label):
+        return False  # what a commit holds cannot change
+    net, ids = subject.load(loader, label, at)
+    about = loading.describe(net, subject.name, subject.revision)
+    if result.holds(label, about):
+        return False
+    with progress_bars() as begin:
+        work = subject.work(batch_size, begin)
+        result.measure(net, ids, label, about, at=at, work=work)
+    result.about.update(model=about, **made_by())
+    return True
 
 
 class _Subject:

@@ -1,7 +1,7 @@
 """The profile of several checkpoints of one training run.
 
 training = read_training(RunFolder("runs/control"), settings)
-training.measure(model, windows, "step1000")
+training.measure(model, windows, "step1000", describe(model, "org/model", "step1000"))
 training.blocks[3]["r2"]                # of block 3, at every checkpoint
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from howlinear.controls.results import profiled
 from howlinear.records.fields import MONITORED
 from howlinear.report.results import Result
-from howlinear.run.folder import RunFolder
+from howlinear.run.folder import RunFolder, model_difference
 from howlinear.run.work import Work
 
 KIND = "control-checkpoints"
@@ -34,6 +34,23 @@ class Training(Result):
     def measured(self) -> list[str]:
         """Names of the checkpoints that are there."""
         return [c["name"] for c in self.checkpoints]
+
+    def commit(self, name: str) -> str | None:
+        """The commit on the hub that was measured as this checkpoint, if it is there and has one."""
+        commits = {c["name"]: c["model"].get("revision") for c in self.checkpoints}
+        return commits.get(name)
+
+    def holds(self, name: str, about: dict[str, Any]) -> bool:
+        """Is this checkpoint there? ValueError if the one that is there has other weights."""
+        for checkpoint in self.checkpoints:
+            if checkpoint["name"] == name:
+                if difference := model_difference(checkpoint["model"], about):
+                    raise ValueError(
+                        f"{name} has changed since it was measured: {difference}; name another folder "
+                        "with -o to measure it again"
+                    )
+                return True
+        return False
 
     @property
     def blocks(self) -> list[dict[str, Any]]:
@@ -53,17 +70,19 @@ class Training(Result):
         model: nn.Module,
         windows: Tensor,
         name: str,
+        about: dict[str, Any],
         *,
         at: str | None = None,
         work: Work | None = None,
     ) -> None:
-        """Profile one more checkpoint."""
+        """Profile one more checkpoint; `about` is what `models.loading.describe` says of it."""
         options = {"at": at, "folds": self.settings["folds"], "work": work or Work()}
         records = profiled(model, windows, f"profiling {name}", **options).blocks
         if self.checkpoints and len(records) != len(self.checkpoints[0]["blocks"]):
             raise ValueError(f"{name} has {len(records)} blocks, unlike the ones before it")
         rows = [{field: getattr(b, field) for field in MONITORED} for b in records]
-        self.checkpoints.append({"name": name, "tokens": windows.numel(), "blocks": rows})
+        measured = {"name": name, "model": about, "tokens": windows.numel(), "blocks": rows}
+        self.checkpoints.append(measured)
 
     def sort(self, names: Sequence[str]) -> None:
         """In the order of `names`; checkpoints of earlier calls that are not among them come last."""
@@ -93,14 +112,16 @@ def read_training(run: RunFolder, settings: dict[str, Any]) -> Training:
         raise ValueError(f"{path} was measured with other settings: name another folder with -o")
     checkpoints: Any = data.get("checkpoints")
     if not (isinstance(checkpoints, list) and all(map(_is_checkpoint, checkpoints))):
-        raise ValueError(f"{path} is damaged: remove it")
-    return Training(settings, checkpoints)
+        raise ValueError(f"{path} is damaged, or does not say which weights it is about: remove it")
+    about = {k: v for k, v in data.items() if k in ("model", "command", "versions")}
+    return Training(settings, checkpoints, about)
 
 
 def _is_checkpoint(data: Any) -> bool:
     return (
         isinstance(data, dict)
         and isinstance(data.get("name"), str)
+        and isinstance(data.get("model"), dict)
         and isinstance(data.get("blocks"), list)
         and all(isinstance(b, dict) and set(MONITORED) <= b.keys() for b in data["blocks"])
     )

@@ -140,15 +140,13 @@ def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, 
     """Label -> what `load` takes, (name, revision), for the stages of one training.
 
     A folder of checkpoints (`checkpoint-500`, ...) has them as its stages, by number; anything else is
-    a hub id with revisions. Missing ones are refused before anything is loaded.
+    a hub id with revisions, each pinned to its commit. Missing ones are refused before anything is loaded.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if not revisions:
             raise ValueError(f"which checkpoints of {name}? Name revisions: --revisions step0,main")
-        for revision in revisions:
-            _locate(name, revision)
-        return {revision: (name, revision) for revision in revisions}
+        return {revision: (name, _locate(name, revision).commit) for revision in revisions}
     inside = {p.name: p for p in folder.iterdir() if (p / "config.json").is_file()}
     if not inside:
         raise ValueError(f"{name} holds no checkpoint folders with a config.json")

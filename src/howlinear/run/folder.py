@@ -103,13 +103,10 @@ class RunFolder:
 
     def check_model(self, now: Mapping[str, Any]) -> None:
         """Refuse a model, as `models.loading.describe` gives it, that is not the run's."""
-        before = self.read("profile")["model"]
-        for name in MODEL:
-            if before.get(name) != now[name]:
-                raise ValueError(
-                    f"{self.folder} was made with another model: {name} was {before.get(name)}, "
-                    f"{now['id']} has {now[name]}: profile again"
-                )
+        if difference := model_difference(self.read("profile")["model"], now):
+            raise ValueError(
+                f"{self.folder} was made with another model: {difference}: profile again"
+            )
 
     def check_text(self, fingerprint: str, name: str) -> None:
         """Refuse a text that has changed since the run read it."""
@@ -194,6 +191,14 @@ def records_of(path: Path, data: Mapping[str, Any], record: type[R]) -> dict[int
     if len(by_index) < len(records):
         raise ValueError(f"{path} lists a block twice")
     return by_index
+
+
+def model_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two models, as `models.loading.describe` gives them; empty if nothing does."""
+    for name in MODEL:
+        if before.get(name) != now[name]:
+            return f"{name} was {before.get(name)}, {now['id']} has {now[name]}"
+    return ""
 
 
 def _is_trace(path: Path) -> bool:
