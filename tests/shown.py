@@ -111,7 +111,7 @@ def swap(v):
         "bits_per_byte": 1.359,
         "tokens": 4191,
     }
-    data = about(base=base, signals={"1 - r2": v.r2, "swap_signal": 0.93})
+    data = about(base=base, signals={"1 - r2": v.estimate(), "swap_signal": v.estimate(wide=False)})
     return show_swaps, data, [swap_block(v, i) for i in (0, v.index)]
 
 
@@ -155,7 +155,7 @@ def probe(kind):
         blocks = [BlockProbe(i, LONG, v.r2, v.r2, linear, **{kind: own}) for i in (0, v.index)]
         left = BlockProbe(1, LONG, v.r2, v.r2, linear, **{kind: {"skipped": "it is constant"}})
         found = {"blocks": 3, "median": v.r2, "max": v.r2}
-        found |= {f"{r}_with_1_minus_r2": v.r2 for r in ("pearson", "spearman")}
+        found |= {f"{r}_with_1_minus_r2": v.estimate() for r in ("pearson", "spearman")}
         return show_probes, about(summary={"bilinear_gain": found}), [*blocks, left]
 
     return made
@@ -202,8 +202,9 @@ def compare(count):
         runs = [{"name": n, "model": about()["model"], "corpus": about()["corpus"]} for n in names]
         one = {"r2": v.r2, "r2_se": v.se}
         rows = [{"index": i, "runs": [*[one] * (count - 1), None]} for i in (0, v.index)]
-        said = ("pearson", "spearman", "mean_shift", "mean_size_of_shift", "largest_shift")
+        said = ("pearson", "spearman", "mean_shift", "largest_shift")
         pair = {"a": names[0], "b": names[1], "largest_shift_at": v.index}
+        pair |= {"mean_size_of_shift": v.r2, "mean_size_by_noise": v.r2}
         pair |= dict.fromkeys(said, v.estimate())
         crossed = [{"fit": names[0], "scored": names[1], "mean": v.estimate(wide=False)}]
         return show_comparison, about(runs=runs, pairs=[pair], crossed=crossed), rows

@@ -6,7 +6,7 @@ import torch
 import tiny
 from howlinear import profile
 from howlinear.profiling.comparing import compare_runs
-from howlinear.records.statistics import pearson, spearman
+from howlinear.records.statistics import pearson
 
 
 def ids(seed, n=160, length=64):
@@ -47,7 +47,7 @@ def test_correlations_and_shifts_are_those_of_the_r2s(runs):
     x, y = ([b.r2 for b in p.blocks] for p in (one, two))
     pair = found.pairs[0]
     assert pair["pearson"]["value"] == pytest.approx(pearson(x, y), abs=1e-12)
-    assert pair["spearman"]["value"] == pytest.approx(spearman(x, y), abs=1e-12)
+    assert pair["spearman"]["value"] is None  # over five blocks
     shifts = [v - u for u, v in zip(x, y, strict=True)]
     assert pair["mean_shift"]["value"] == pytest.approx(sum(shifts) / 5, abs=1e-12)
     at = max(range(5), key=lambda i: abs(shifts[i]))

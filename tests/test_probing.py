@@ -194,11 +194,13 @@ def test_the_summary_correlates_over_blocks():
     def block(index, r2, gain):
         return BlockProbe(index, "b", r2, r2, {}, bilinear={"gain": gain})
 
-    found = summarise([block(0, 0.9, 0.1), block(1, 0.5, 0.2), block(2, 0.1, 0.9)])
-    assert found["bilinear_gain"]["median"] == 0.2
-    assert found["bilinear_gain"]["spearman_with_1_minus_r2"] == pytest.approx(1)
-    assert 0.8 < found["bilinear_gain"]["pearson_with_1_minus_r2"] < 1
-    assert summarise([block(0, 0.9, 0.1)])["bilinear_gain"]["pearson_with_1_minus_r2"] is None
+    blocks = [block(i, 1 - 0.1 * i, 0.01 * i**2) for i in range(9)]
+    found = summarise(blocks)["bilinear_gain"]
+    assert found["median"] == pytest.approx(0.16)
+    assert found["spearman_with_1_minus_r2"]["value"] == pytest.approx(1)
+    pearson = found["pearson_with_1_minus_r2"]
+    assert 0.8 < pearson["low"] < pearson["value"] < pearson["high"] < 1
+    assert summarise(blocks[:7])["bilinear_gain"]["pearson_with_1_minus_r2"]["value"] is None
     assert summarise([]) == {}
 
 

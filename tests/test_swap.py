@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 import tiny
 from howlinear import Affine, blocks, compare, profile, swapped
@@ -118,8 +117,8 @@ def test_the_file_says_everything_and_reads_back(sunk, measured):
         change = 100 * cost.delta_ppl / base
         assert safety[block["index"]] == f"measured {change:+.{1 if abs(change) < 100 else 0}f} %"
     costs = [b.delta_nll_plain for b in measured.blocks]
-    want = spearmanr([1 - b["r2"] for b in after], costs)[0]
-    assert data["signals"]["1 - r2"] == pytest.approx(want)
+    assert len(costs) < 8
+    assert data["signals"]["1 - r2"]["value"] is None
     assert set(data["signals"]) >= {"stream_error", "swap_signal", "1 - r2_body"}
 
 

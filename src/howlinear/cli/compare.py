@@ -10,8 +10,8 @@ from typer import Argument, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, show
-from howlinear.cli.printer import Column, print_table, write, write_notes
-from howlinear.records.words import bar, between, with_se
+from howlinear.cli.printer import Column, or_dash, print_table, write, write_notes
+from howlinear.records.words import bar, between, correlation, number, with_se
 
 
 def compare(
@@ -72,9 +72,10 @@ def _run_column(name: str, i: int, bars: bool) -> Column:
 def _show_pair(console: Console, pair: dict[str, Any]) -> None:
     write(console)
     write(console, f"{pair['a']} to {pair['b']}, with 95 % intervals over folds:")
-    depth, ranks = between(pair["pearson"]), between(pair["spearman"])
-    write(console, f"  correlation over depth {depth}, of ranks {ranks}")
-    mean, extent = between(pair["mean_shift"]), between(pair["mean_size_of_shift"])
-    write(console, f"  mean shift of R2 {mean}, mean size {extent}")
-    largest = between(pair["largest_shift"])
-    write(console, f"  largest at block {pair['largest_shift_at']}: {largest}")
+    write(console, f"  correlation over depth {between(pair['pearson'])}")
+    write(console, f"  of ranks {correlation(pair['spearman'])}, interval over blocks")
+    write(console, f"  mean shift of R2 {between(pair['mean_shift'])}")
+    size, noise = (number(pair[f"mean_size_{of}"]) for of in ("of_shift", "by_noise"))
+    write(console, f"  mean size of the shifts {size}; of noise alone about {noise}")
+    at, largest = or_dash(pair["largest_shift_at"]), between(pair["largest_shift"])
+    write(console, f"  largest at block {at}: {largest}, for the largest of all blocks")

@@ -14,7 +14,7 @@ from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockProbe
-from howlinear.records.words import count, error, known, number, power, signed
+from howlinear.records.words import correlation, count, error, known, number, power, signed
 from howlinear.run import room
 
 MAX_ROWS = 30_000  # by default
@@ -132,8 +132,8 @@ def show_probes(console: Console, data: dict[str, Any], blocks: list[BlockProbe]
             console,
             f"{name.replace('_', ' ')} over {summary['blocks']} blocks: median "
             f"{number(summary['median'], 4)}, largest {number(summary['max'], 4)}; correlation "
-            f"with 1 - R2: {signed(summary['pearson_with_1_minus_r2'])} (Pearson), "
-            f"{signed(summary['spearman_with_1_minus_r2'])} (ranks)",
+            f"with 1 - R2 {correlation(summary['pearson_with_1_minus_r2'])}, "
+            f"of ranks {correlation(summary['spearman_with_1_minus_r2'])}",
         )
     write_notes(console, data["notes"])
 

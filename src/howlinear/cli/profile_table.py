@@ -9,7 +9,7 @@ from rich.console import Console
 
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.records.fields import BlockProfile
-from howlinear.records.words import bar, known, number, power, ranges, with_se
+from howlinear.records.words import bar, correlation, known, number, power, ranges, with_se
 
 COLOURS = {
     "broadly linear": "green",
@@ -115,7 +115,7 @@ def _show_summary(console: Console, s: dict[str, Any]) -> None:
     if s["largest_jump"] is not None:
         pair = f"blocks {s['largest_jump_after']} and {s['largest_jump_before']}"
         write(console, f"largest jump {number(s['largest_jump'])}, between {pair}")
-    write(console, f"rank correlation of R2 with depth {number(s['depth_spearman'], 2)}")
+    write(console, f"rank correlation of R2 with depth {correlation(s['depth_spearman'])}")
 
 
 def _show_safety(console: Console, blocks: list[BlockProfile]) -> None:

@@ -13,7 +13,7 @@ from howlinear.cli.output import progress_bars, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.records.fields import BlockSwap, ExpertSwap
-from howlinear.records.words import count, error, known, number, perplexity, power, signed
+from howlinear.records.words import between, count, error, known, number, perplexity, power, signed
 
 PredictedTokens = Annotated[
     int, Option(help="Tokens to predict; half as many to choose units by.", min=1)
@@ -147,10 +147,12 @@ def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) 
         write(
             console, "Δppl: with the map; plain: plain least squares; zero: removed; mean: constant"
         )
-    correlations = [f"{name} {signed(r)}" for name, r in data["signals"].items() if r is not None]
-    if correlations:
-        line = ", ".join(correlations)
-        write(console, f"rank correlation with what plain least squares costs: {line}")
+    signals = {n: between(r, 2) for n, r in data["signals"].items() if r["value"] is not None}
+    if signals:
+        write(console, "rank correlation with what plain least squares costs (95 % interval):")
+        write(console, "; ".join(f"{name} {shown}" for name, shown in signals.items()))
+    elif data["signals"]:
+        write(console, "rank correlations of signals with costs need 8 blocks or more")
     write_notes(console, data["notes"])
 
 

@@ -24,7 +24,7 @@ from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
 from howlinear.models.hooks import as_module, evaluating
 from howlinear.probing.samples import Cast
-from howlinear.records.statistics import Sums, pearson, r2s
+from howlinear.records.statistics import Sums, over_blocks, pearson, r2s
 from howlinear.run.work import Work
 
 SCALES = (0.5, 2.0, 4.0)
@@ -120,7 +120,10 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean R2 on each kind of input, and its correlation over depth with R2 on own inputs."""
     values = {name: [r["r2"][name]["value"] for r in rows] for name in rows[0]["r2"]}
     summary: dict[str, Any] = {
-        name: {"mean": mean(v), "pearson_with_own": pearson(values["own"], v)}
+        name: {
+            "mean": mean(v),
+            "pearson_with_own": over_blocks(pearson, values["own"], v).to_dict(),
+        }
         for name, v in values.items()
     }
     predicted = [r["predicted"]["r2"]["value"] for r in rows if r["predicted"]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from howlinear.controls.results import Control, mean, profiled
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
-from howlinear.records.statistics import pearson
+from howlinear.records.statistics import over_blocks, pearson
 from howlinear.run.work import Work
 
 
@@ -87,7 +87,7 @@ def _summary(rows: list[dict[str, Any]], draws: list[Profile]) -> dict[str, Any]
         "mean_untrained": mean(means),
         "range_trained": _range(trained),
         "range_untrained": mean([_range([b.r2 for b in p.blocks]) for p in draws]),
-        "pearson_with_untrained": pearson(trained, means),
+        "pearson_with_untrained": over_blocks(pearson, trained, means).to_dict(),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from howlinear.losses.perplexity import Loss
 from howlinear.probing.kinds import KINDS, Layers
 from howlinear.records.fields import BlockProbe
-from howlinear.records.statistics import pearson, spearman
+from howlinear.records.statistics import over_blocks, pearson, spearman
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
 
@@ -101,13 +101,12 @@ def summarise(blocks: Sequence[BlockProbe]) -> dict[str, Any]:
         if not finite:
             continue
         values, rests = [v for v, _ in finite], [1 - r2 for _, r2 in finite]
-        enough = len(values) >= 3
         summary[name] = {
             "blocks": len(values),
             "median": median(values),
             "max": max(values),
-            "pearson_with_1_minus_r2": pearson(values, rests) if enough else None,
-            "spearman_with_1_minus_r2": spearman(values, rests) if enough else None,
+            "pearson_with_1_minus_r2": over_blocks(pearson, values, rests).to_dict(),
+            "spearman_with_1_minus_r2": over_blocks(spearman, values, rests).to_dict(),
         }
     return summary
 

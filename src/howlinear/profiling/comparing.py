@@ -104,7 +104,8 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
             *({**p.about, "settings": p.settings} for p in (profiles[i], profiles[j]))
         )
         pair = agreement(*sums, paired=paired)
-        pair["largest_shift_at"] = profiles[i].blocks[pair["largest_shift_at"]].index
+        if (at := pair["largest_shift_at"]) is not None:
+            pair["largest_shift_at"] = profiles[i].blocks[at].index
         pairs.append({"a": names[i], "b": names[j], **pair})
     crossed = []
     for i, j in permutations(range(len(paths)), 2):

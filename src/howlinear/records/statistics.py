@@ -1,7 +1,7 @@
 """Statistics over folds, windows and blocks: ratios of sums, correlations, the jackknife.
 
     ratio([(1.2, 4.0), (1.4, 5.0)])                 # sum a / sum b, and its standard error
-    spearman(depths, r2s(sums))
+    over_blocks(spearman, depths, r2s(sums)).low    # 95 % interval; no number below 8 blocks
     estimate = jackknife(pearson, [sums_a, sums_b], paired=True, correlation=True)
     estimate.value, estimate.low, estimate.high
 
@@ -11,6 +11,9 @@ sqrt((K - 1) / K sum (s_f - mean s)^2). Runs on the same windows lose the same f
 (`paired`), so that a fold that is hard for both does not count as a difference; other runs lose
 their folds one run at a time, and variances add. Intervals are 95 %, by Student's t with K - 1
 degrees of freedom. Maps of different folds share fit rows, so all of this is an approximation.
+
+An interval of a correlation over blocks takes the blocks for a sample: Fisher's z with variance
+1 / (n - 3), for ranks (1 + r^2 / 2) / (n - 3) (Bonett and Wright 2000).
 """
 
 from __future__ import annotations
@@ -19,19 +22,23 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
 from howlinear.records.fields import BlockProfile
+from howlinear.records.words import finite, known
 
 Sums = Sequence[Sequence[Sequence[float]]]  # (blocks, folds, 2)
 Statistic = Callable[..., float | None]  # of one list of R2s for each run
 
+MIN_BLOCKS = 8  # of a correlation over blocks: over 7, chance alone reaches 0.75 in one of 20
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its 95 % interval; None where folds give none."""
+    """A number and its 95 % interval; None where there is none."""
 
     value: float | None
     se: float | None = None
@@ -87,6 +94,25 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     return pearson(_ranks(x), _ranks(y))
 
 
+def over_blocks(
+    correlation: Callable[[Sequence[float], Sequence[float]], float | None],
+    x: Iterable[float | None],
+    y: Iterable[float | None],
+) -> Estimate:
+    """`pearson` or `spearman` over the blocks that have both numbers; none below MIN_BLOCKS."""
+    pairs = [(u, v) for u, v in zip(x, y, strict=True) if finite(u) is not None is not finite(v)]
+    n, r = len(pairs), None
+    if n >= MIN_BLOCKS:
+        r = correlation([float(u or 0) for u, _ in pairs], [float(v or 0) for _, v in pairs])
+    if r is None or not abs(r) < 1 - 1e-12:
+        return Estimate(r)
+    se = math.sqrt((1 + r * r / 2 if correlation is spearman else 1) / (n - 3))  # of atanh r
+    low, high = (
+        math.tanh(math.atanh(r) + sign * NormalDist().inv_cdf(0.975) * se) for sign in (-1, 1)
+    )
+    return Estimate(r, se * (1 - r * r), low, high)
+
+
 def _ranks(values: Sequence[float]) -> list[float]:
     order = sorted(values)
     return [(bisect_left(order, v) + bisect_right(order, v) - 1) / 2 for v in values]
@@ -106,9 +132,17 @@ def r2s(sums: Sums, without: int | None = None) -> list[float]:
 
 
 def jackknife(
-    statistic: Statistic, runs: Sequence[Sums], *, paired: bool, correlation: bool = False
+    statistic: Statistic,
+    runs: Sequence[Sums],
+    *,
+    paired: bool,
+    correlation: bool = False,
+    chances: int = 1,
 ) -> Estimate:
-    """A statistic of the runs' R2s with its interval, made on Fisher's scale for a correlation."""
+    """A statistic of the runs' R2s with its interval, made on Fisher's scale for a correlation.
+
+    `chances`: of how many statistics it was picked; the interval is as much wider (Bonferroni).
+    """
     value = statistic(*map(r2s, runs))
     counts = [min((len(folds) for folds in sums), default=0) for sums in runs]
     bounded = not correlation or (value is not None and abs(value) < 1 - 1e-12)
@@ -128,45 +162,52 @@ def jackknife(
         mean = sum(scaled) / K
         variance += (K - 1) / K * sum((v - mean) ** 2 for v in scaled)
     se = math.sqrt(variance)
-    reach = student(min(counts) - 1) * se
+    reach = student(min(counts) - 1, 1 - 0.05 / chances) * se
     slope = 1 - value**2 if correlation else 1.0
     return Estimate(value, se * slope, back(scale(value) - reach), back(scale(value) + reach))
 
 
 def student(freedom: int, level: float = 0.95) -> float:
-    """t such that `level` of Student's distribution lies within +-t; from 3 on by its expansion."""
-    if freedom == 1:
-        return math.tan(math.pi * level / 2)
-    if freedom == 2:
-        return level * math.sqrt(2 / (1 - level**2))
-    z, n = NormalDist().inv_cdf((1 + level) / 2), freedom
-    terms = (  # Abramowitz and Stegun 26.7.5
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / n ** (k + 1) for k, term in enumerate(terms))
+    """t such that `level` of Student's distribution lies within +-t, by bisection."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _within(angle, freedom) < level else (low, angle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Student's probability within +-sqrt(freedom) tan(angle); Abramowitz and Stegun 26.7.3-4."""
+    odd, c = freedom % 2, math.cos(angle)
+    term, total = (c if odd else 1.0), 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= c * c * k / (k + 1)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
 # -- profiles -------------------------------------------------------------------------------------
 
 
 def summarise(blocks: list[BlockProfile]) -> dict[str, Any]:
-    """Heterogeneity over depth: range, largest jump between neighbours, rank correlation."""
-    values = [b.r2 for b in blocks]
-    jumps = [abs(b - a) for a, b in pairwise(values)]
-    jump = max(range(len(jumps)), key=jumps.__getitem__) if jumps else None
-    low, high = min(blocks, key=lambda b: b.r2), max(blocks, key=lambda b: b.r2)
+    """Heterogeneity over depth: range, largest jump between neighbours, rank correlation.
+
+    A block without an R2, whose output does not vary, is left out.
+    """
+    scored = [b for b in blocks if finite(b.r2) is not None]
+    jumps = [(abs(b.r2 - a.r2), a.index, b.index) for a, b in pairwise(scored)]
+    low, high = (pick(scored, key=lambda b: b.r2, default=None) for pick in (min, max))
+    jump = max(jumps, key=lambda j: j[0], default=(None, None, None))
+    depth = over_blocks(spearman, [float(b.index) for b in scored], [b.r2 for b in scored])
     return {
-        "r2_min": low.r2,
-        "r2_min_block": low.index,
-        "r2_max": high.r2,
-        "r2_max_block": high.index,
-        "largest_jump": None if jump is None else jumps[jump],
-        "largest_jump_after": None if jump is None else blocks[jump].index,
-        "largest_jump_before": None if jump is None else blocks[jump + 1].index,
-        "depth_spearman": spearman([float(b.index) for b in blocks], values),
+        "r2_min": low and low.r2,
+        "r2_min_block": low and low.index,
+        "r2_max": high and high.r2,
+        "r2_max_block": high and high.index,
+        "largest_jump": jump[0],
+        "largest_jump_after": jump[1],
+        "largest_jump_before": jump[2],
+        "depth_spearman": depth.to_dict(),
     }
 
 
@@ -176,23 +217,36 @@ def fold_sums(blocks: Sequence[BlockProfile]) -> Sums:
 
 
 def agreement(a: Sums, b: Sums, *, paired: bool) -> dict[str, Any]:
-    """Correlations over depth and shifts from a to b, each with an interval."""
+    """Correlations over depth and shifts from a to b, over the blocks that have an R2 in both.
 
-    def shifts(a: list[float], b: list[float]) -> list[float]:
-        return [v - u for u, v in zip(a, b, strict=True)]
+    The mean of sizes is positive even between two measurements of one model, so it has no interval
+    but the size to expect of noise alone. The largest shift was picked among all blocks, and its
+    interval allows for that.
+    """
+    whole = [i for i, pair in enumerate(zip(r2s(a), r2s(b), strict=True)) if len(known(pair)) == 2]
+    a, b = ([sums[i] for i in whole] for sums in (a, b))
+    shifts = [jackknife(partial(_shift, i), (a, b), paired=paired) for i in range(len(whole))]
+    sizes, noise = [abs(s.value or 0.0) for s in shifts], known(s.se for s in shifts)
+    result: dict[str, Any] = {"paired": paired, "largest_shift_at": None}
+    result["pearson"] = jackknife(pearson, (a, b), paired=paired, correlation=True).to_dict()
+    result["spearman"] = over_blocks(spearman, r2s(a), r2s(b)).to_dict()
+    mean = largest = Estimate(None)
+    if whole:
+        at = max(range(len(whole)), key=sizes.__getitem__)
+        mean = jackknife(lambda a, b: (sum(b) - sum(a)) / len(a), (a, b), paired=paired)
+        largest = jackknife(partial(_shift, at), (a, b), paired=paired, chances=len(whole))
+        result["largest_shift_at"] = whole[at]  # in the order of the blocks
+    result |= {"mean_shift": mean.to_dict(), "largest_shift": largest.to_dict()}
+    result["mean_size_of_shift"] = sum(sizes) / len(sizes) if sizes else None
+    # a normal difference with standard error s has the mean size s sqrt(2 / pi)
+    result["mean_size_by_noise"] = (
+        sum(noise) / len(noise) * math.sqrt(2 / math.pi) if noise else None
+    )
+    return result
 
-    sizes = [abs(v) for v in shifts(r2s(a), r2s(b))]
-    at = max(range(len(sizes)), key=sizes.__getitem__)
-    means: dict[str, Statistic] = {
-        "mean_shift": lambda a, b: sum(shifts(a, b)) / len(a),
-        "mean_size_of_shift": lambda a, b: sum(map(abs, shifts(a, b))) / len(a),
-        "largest_shift": lambda a, b: b[at] - a[at],
-    }
-    result: dict[str, Any] = {"paired": paired}
-    for name, statistic in {"pearson": pearson, "spearman": spearman, **means}.items():
-        estimate = jackknife(statistic, (a, b), paired=paired, correlation=name not in means)
-        result[name] = estimate.to_dict()
-    return result | {"largest_shift_at": at}  # in the order of the blocks
+
+def _shift(i: int, a: list[float], b: list[float]) -> float:
+    return b[i] - a[i]
 
 
 def same_windows(*files: Mapping[str, Any]) -> bool:

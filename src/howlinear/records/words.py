@@ -59,15 +59,21 @@ def error(se: float | None, digits: int) -> str:
     return "" if se is None or se != se else f" ±{number(se, digits).removeprefix('0')}"
 
 
-def span(low: float | None, high: float | None) -> str:
-    return "-" if low is None or high is None else f"{number(low)} to {number(high)}"
+def span(low: float | None, high: float | None, digits: int = 3) -> str:
+    ends = (number(low, digits), number(high, digits))
+    return "-" if low is None or high is None else " to ".join(ends)
 
 
-def between(estimate: dict[str, float | None]) -> str:
+def between(estimate: dict[str, float | None], digits: int = 3) -> str:
     """A number with its 95 % interval, where there is one."""
     value, low, high = (estimate[k] for k in ("value", "low", "high"))
-    shown = number(value)
-    return shown if low is None or high is None else f"{shown} ({span(low, high)})"
+    shown = number(value, digits)
+    return shown if low is None or high is None else f"{shown} ({span(low, high, digits)})"
+
+
+def correlation(estimate: dict[str, float | None]) -> str:
+    """The same for a correlation over blocks, which has no value where they are too few."""
+    return "- (8 blocks or more are needed)" if estimate["value"] is None else between(estimate, 2)
 
 
 def count(value: float, sign: str = "") -> str:

@@ -12,7 +12,6 @@ the block's mean output, on the same tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,7 @@ from howlinear.models.forward import WindowsLike
 from howlinear.models.hooks import as_module
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
-from howlinear.records.statistics import spearman
+from howlinear.records.statistics import over_blocks, spearman
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
 from howlinear.run.work import Work
@@ -54,7 +53,7 @@ class Swaps(Result):
     costs: dict[int, SwapCost]  # window by window
     base: Loss | None  # None where the model predicts no tokens
     settings: dict[str, Any]
-    signals: dict[str, float | None]  # Spearman correlation with the plain map's delta_nll
+    signals: dict[str, dict[str, float | None]]  # rank correlation with the plain map's delta_nll
     notes: list[str]
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -246,8 +245,8 @@ def multiply_adds(module: nn.Module, block: Block, like: Tensor, rows: int = 8) 
 
 def _signals(
     records: list[BlockSwap], profiles: dict[int, BlockProfile]
-) -> dict[str, float | None]:
-    """Rank correlation of a profile's fields with the measured cost of the plain map."""
+) -> dict[str, dict[str, float | None]]:
+    """Rank correlation of fields of the profile with the cost of the plain map, over blocks."""
     fields: dict[str, Callable[[BlockProfile], float | None]] = {
         "1 - r2": lambda p: 1 - p.r2,
         "1 - r2_body": lambda p: None if p.r2_body is None else 1 - p.r2_body,
@@ -255,11 +254,8 @@ def _signals(
         "stream_error": lambda p: p.stream_error,
         "swap_signal": lambda p: p.swap_signal,
     }
-    correlations: dict[str, float | None] = {}
-    for name, value in fields.items():
-        pairs = [(value(profiles[r.index]), r.delta_nll_plain) for r in records]
-        known = [(v, c) for v, c in pairs if v is not None and c is not None]
-        enough = len(known) >= 3 and not any(math.isnan(v) for pair in known for v in pair)
-        columns = zip(*known, strict=True)
-        correlations[name] = spearman(*map(list, columns)) if enough else None
-    return correlations
+    costs = [r.delta_nll_plain for r in records]
+    return {
+        name: over_blocks(spearman, [value(profiles[r.index]) for r in records], costs).to_dict()
+        for name, value in fields.items()
+    }

@@ -16,8 +16,8 @@ READING = (
     "model) makes no difference. r is the correlation over depth with its 95 % interval over folds."
 )
 COLUMNS = (
-    *("run", "other run", "correlation", "low", "high"),
-    *("rank corr.", "mean shift", "largest"),
+    *("run", "other run", "correlation", "low", "high", "rank corr.", "low", "high"),
+    *("mean shift", "low", "high", "largest", "low", "high"),
 )
 SIDE, GAP, ACROSS = 190, 66, 3
 
@@ -57,5 +57,6 @@ def _pair(canvas: Canvas, corner: Point, a: Run, b: Run) -> tuple[object, ...]:
     for u, v in zip(a.blocks, b.blocks, strict=True):
         about = f"block {u.index}: {number(u.r2)} in {a.name}, {number(v.r2)} in {b.name}"
         panel.dot(u.r2, v.r2, colour, shape=shape, part=f"{a.part} {b.part}", about=about)
-    others = (result[key]["value"] for key in ("spearman", "mean_shift", "largest_shift"))
-    return (a.name, b.name, r["value"], r["low"], r["high"], *others)
+    others = ("pearson", "spearman", "mean_shift", "largest_shift")
+    estimates = (result[key][part] for key in others for part in ("value", "low", "high"))
+    return (a.name, b.name, *estimates)

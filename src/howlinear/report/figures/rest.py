@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from howlinear.records.fields import BlockProbe
-from howlinear.records.statistics import pearson
-from howlinear.records.words import number
+from howlinear.records.statistics import over_blocks, pearson
+from howlinear.records.words import between, number
 from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor, reach
 from howlinear.report.figure import Figure, looks, run_dot
 from howlinear.report.runs import Run, inside, listed
@@ -56,8 +56,8 @@ def _draw_gains(canvas: Canvas, gains: list[Gain]) -> None:
     ends = [gain + sign * (se or 0.0) for *_, gain, se in gains for sign in (-1, 1)]
     low, high = reach([0.0, *ends])
     panel = Panel(canvas, Scale(0.0, max(1.0, *xs), 58, 370), Scale(low, high, 280, 34))
-    r = pearson(xs, ys) if len(xs) > 2 else None
-    correlation = "" if r is None else f", correlation {r:+.2f} over {len(xs)}"
+    r = over_blocks(pearson, xs, ys).to_dict()
+    correlation = "" if r["value"] is None else f", correlation {between(r, 2)}"
     panel.frame("1 - R2", "gain", f"gain of products{correlation}")
     _name(panel, [(run, p, (1 - p.r2, gain)) for run, p, gain, _ in gains])
     for run, p, gain, se in gains:
