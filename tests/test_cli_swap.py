@@ -31,7 +31,7 @@ def test_swap_prints_a_table_and_writes_a_file(little):
         "report": "last 10 %",
     }
     assert "windows-32" in done.stdout
-    assert "rank correlation with what plain least squares costs" in done.stdout
+    assert "rank correlations of signals with costs need 8 blocks or more" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines()[2:] if "json" not in line)
     profile = json.loads((little / "run" / "profile.json").read_text())
     assert all(b["safety"] in SAFETY for b in profile["blocks"])  # the estimate stays
