@@ -169,8 +169,10 @@ def test_h_is_what_the_block_adds_to(name: str) -> None:
         with swapped(model, {block: zeros}):
             residual = hear(model, batch, at=[block])[block].h
         norm = model.get_submodule(block.out_norm) if block.out_norm else nn.Identity()
-        torch.testing.assert_close(rows.h - residual, norm(rows.y), atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(rows.stream, rows.h.norm(dim=-1) ** 2)
+        added = block.scale * norm(rows.y)
+        torch.testing.assert_close(rows.h - residual, added, atol=2e-5, rtol=1e-4)
+        share = added.norm(dim=-1) ** 2 / rows.h.norm(dim=-1) ** 2  # as stream_error has it
+        torch.testing.assert_close(norm(rows.y).norm(dim=-1) ** 2 / rows.stream, share)
         if block.out_norm:
             assert not torch.allclose(rows.h - residual, rows.y, atol=1e-2)
 

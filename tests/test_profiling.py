@@ -109,21 +109,23 @@ def test_the_curve_ends_in_r2_and_rises(measured):
         assert b.r2_curve[0] < b.r2_curve[-1]
 
 
-def test_stream_error_by_definition(llama, monkeypatch):
+@pytest.mark.parametrize(("name", "scale"), [("llama", 1), ("granitemoe", 0.22)])
+def test_stream_error_by_definition(name, scale, monkeypatch):
     """On a sample as large as the data, the sample is the data."""
     windows = ids(5 * CELL // 32, 32)[: 3 * CELL // 32]
     few = windows.numel()
     monkeypatch.setattr(RowSample.__init__, "__defaults__", (few,))
-    b = profile(llama, windows).blocks[1]
-    x, y = captured(llama, windows, llama.get_submodule(b.path))
+    model = tiny.model(name, num_hidden_layers=3)
+    b = profile(model, windows).blocks[1]
+    x, y = captured(model, windows, model.get_submodule(b.path))
     with torch.no_grad():
-        h = llama(windows, output_hidden_states=True).hidden_states[2].double().numpy()
+        h = model(windows, output_hidden_states=True).hidden_states[2].double().numpy()
     fold = np.arange(len(windows)) * 32 // CELL
     ratios = []
     for f in range(3):
         guess = lstsq(*(t[fold != f].reshape(-1, t.shape[-1]) for t in (x, y)))
         u, v, s = (t[fold == f].reshape(-1, t.shape[-1]) for t in (x, y, h))
-        ratios.append(((v - guess(u)) ** 2).sum(1) / (s**2).sum(1))
+        ratios.append(((scale * (v - guess(u))) ** 2).sum(1) / (s**2).sum(1))
     assert b.stream_error == pytest.approx(np.concatenate(ratios).mean(), rel=1e-4)
 
 

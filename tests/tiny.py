@@ -153,7 +153,9 @@ TINY: dict[str, Tiny] = {
         experts=(1,),
     ),
     "qwen3_moe": Tiny("qwen3_moe", MOE | {"head_dim": 8}, experts=(0, 1)),
-    "granitemoe": Tiny("granitemoe", GQA | {"num_local_experts": 4}, experts=(0, 1)),
+    "granitemoe": Tiny(
+        "granitemoe", GQA | {"num_local_experts": 4, "residual_multiplier": 0.22}, experts=(0, 1)
+    ),
     "deepseek_v3": Tiny("deepseek_v3", DEEPSEEK, blocks=3, experts=(1, 2)),
     "olmoe": Tiny("olmoe", GQA | {"num_experts": 4, "num_experts_per_tok": 2}, experts=(0, 1)),
 }

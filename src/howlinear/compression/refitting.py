@@ -187,7 +187,7 @@ class _Refit:
         if before is None:
             return torch.cat([y, self.fit(block, x, module(x))])
         stream, changed = before.chunk(2)
-        return torch.cat([y, self.fit(block, x, y + (stream - changed))])
+        return torch.cat([y, self.fit(block, x, y + (stream - changed) / block.scale)])
 
     def fit(self, block: Block, x: Tensor, wanted: Tensor) -> Tensor:
         """Fit the block's map to these rows; its output."""

@@ -34,11 +34,13 @@ class Rows:
     _keep: Tensor | None  # (n,) the positions, of B L, that are rows, ascending; None: all
     _h: Tensor | None  # (B L, d)
     _starts: Tensor | None = None  # (B,) `starts` of the block, for an expert's rows
+    _scale: float = 1.0  # of y before the residual add
 
     def only(self, at: Tensor, y: Tensor) -> Rows:
         """The rows `at` (m,) with another y (m, d_out): inputs and outputs of one expert."""
         kept, hidden = self.kept[at], None if self.hidden is None else self.hidden[at]
-        return Rows(self.x[at], y, hidden, None, self._lead, kept, self._h, self.starts)
+        rest = (self._lead, kept, self._h, self.starts, self._scale)
+        return Rows(self.x[at], y, hidden, None, *rest)
 
     @cached_property
     def h(self) -> Tensor | None:
@@ -47,14 +49,15 @@ class Rows:
 
     @cached_property
     def stream(self) -> Tensor | None:
-        """(n,), |h|^2 in float32 or better."""
+        """(n,), |h|^2 in float32 or better, in units of y: where the layer adds s y, |h / s|^2."""
         if self.h is None:
             return None
-        return self.h.to(torch.promote_types(self.h.dtype, torch.float32)).square().sum(-1)
+        wide = self.h.to(torch.promote_types(self.h.dtype, torch.float32))
+        return (wide / self._scale).square().sum(-1)
 
     @cached_property
     def inverse_stream(self) -> Tensor | None:
-        """(n,), 1/|h| in float64 on the CPU: row weights of a fit; None for an unknown family."""
+        """(n,), 1/|h| in units of y, float64 on the CPU: row weights of a fit; None for an unknown family."""
         return None if self.stream is None else self.stream.cpu().double().rsqrt()
 
     @cached_property
@@ -99,7 +102,7 @@ class RowSample:
 
     def update(self, x: Tensor, rows: Rows, group: Tensor, place: Tensor) -> None:
         """`group` (n,) is each row's fold, `place` (n,) its token offset in the text."""
-        if rows.h is None:
+        if rows.stream is None:
             return
         keys = _hashed(place, self.seed)
         slots, new = self._accept(keys)
@@ -107,7 +110,7 @@ class RowSample:
         self.keys[slots], self.group[slots] = keys[new], group[new]
         self.x[slots] = x[at].float().cpu()
         self.y[slots] = rows.y[at].float().cpu()
-        self.stream[slots] = rows.h[at].float().square().sum(-1).cpu()
+        self.stream[slots] = rows.stream[at].float().cpu()
 
     def merge(self, other: RowSample) -> None:
         slots, new = self._accept(other.keys)

@@ -40,6 +40,7 @@ class Block:
     family: str  # a key of FAMILIES, "structural" or "pattern"
     copies: bool = False  # the layer changes y in place, or may: keep a copy of it
     expert: str = ""  # of a mixture's experts, which one: see `experts`
+    scale: float = 1.0  # the layer multiplies y by it before the residual add
 
     def __str__(self) -> str:
         return f"block {self.index} ({self.path})"
@@ -96,6 +97,7 @@ class Family:
     stack: str = ""
     when: tuple[str, Any] | None = None  # the row holds only if the config says this
     copies: bool = False
+    scale: str | None = None  # what the config calls the factor of y before the residual add
 
 
 # Blocks that hold their dropout (gpt2) or the residual add (bloom), or that are not one module
@@ -136,7 +138,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "stablelm"), (GATED,)),
     **dict.fromkeys(("olmo", "smollm3", "cohere"), (GATED,)),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"), (GATED,)),
-    "granitemoe": (Family("layers.#", "block_sparse_moe"),),
+    "granitemoe": (Family("layers.#", "block_sparse_moe", scale="residual_multiplier"),),
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3"), (NORMED,)),
 }
 
@@ -274,6 +276,7 @@ def _block(
         d_out=d_out,
         family=family,
         copies=row.copies,
+        scale=float(getattr(config, row.scale)) if row.scale else 1.0,
     )
 
 

@@ -200,7 +200,8 @@ class _TapHooks:
         if keep is not None:
             flat = {name: part[keep] for name, part in flat.items()}
         shape = size if keep is None else None
-        return Rows(flat["x"], flat["y"], flat.get("hidden"), shape, size, keep, h)
+        hidden, scale = flat.get("hidden"), block.scale
+        return Rows(flat["x"], flat["y"], hidden, shape, size, keep, h, _scale=scale)
 
     def verify(self) -> None:
         """RuntimeError where rows are missing that the caller expects."""

@@ -3,13 +3,14 @@
     inlet = inlets(model, at, inputs)[block]    # a module's path, "" for x itself, or None
 
 In most models a norm takes the stream h_before to the block's input x, and the stream after the block
-is h_before + y. Where block and attention run in parallel (gpt_neox, falcon, phi), no tensor that
-exists before the block adds up with y to the stream after it. A forward tells which case it is.
+is h_before + s y, s being `Block.scale`, most often 1. Where block and attention run in parallel
+(gpt_neox, falcon, phi), no tensor that exists before the block adds up with y to the stream after it.
+A forward tells which case it is.
 
 The module that made x is found by the address of its output (`data_ptr`). This relies on a layer
 passing the norm's output to the block as it is, without a copy. Outputs are kept until the forward
-ends, so that no address is used twice. The sum h_before + y = h is checked in any case: where x was
-copied, the answer is None, never a wrong module.
+ends, so that no address is used twice. The sum is checked in any case: where x was copied, the answer
+is None, never a wrong module.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def inlets(
         path, before, _output = made.get(rows.x.data_ptr(), (None, rows.x, rows.x))
         ways = {path: before.reshape(-1, before.shape[-1]), "": rows.x}
         inlet[block] = next(
-            (p for p, h in ways.items() if p is not None and _adds_up(h, y, rows.h)), None
+            (p for p, h in ways.items() if p is not None and _adds_up(h, block.scale * y, rows.h)),
+            None,
         )
 
     inside = tuple(f"{step}." for b in at for step in b.steps)
