@@ -17,7 +17,7 @@ sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
 
 import argparse
 
-from howlinear import Moments, blocks, builtin_text, fit, load
+from howlinear import Moments, blocks, builtin_text, fit, load, windows
 from howlinear.models.families import depth_indices
 from howlinear.probing import bilinear
 from howlinear.probing.bilinear import solve_products, train_products
@@ -38,9 +38,10 @@ def main() -> None:
     model, tokenizer = load()
     every = blocks(model)
     at = [every[i] for i in depth_indices(options.blocks, len(every))]
-    run = {"tokens": options.rows, "bos": "auto"}
-    cut = windows_of(builtin_text(), tokenizer, 512, options.rows, run, 0)
-    samples = [gather(model, at, windows) for windows in cut]
+    text = builtin_text()
+    read = windows(text.fit, tokenizer, 512, tokens=options.rows)
+    cut = windows_of(read, text, tokenizer, options.rows)
+    samples = [gather(model, at, part) for part in cut]
     wins = beaten = 0
     spent = {"ours": 0.0, "paper": 0.0}
     print(

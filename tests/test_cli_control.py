@@ -4,7 +4,14 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+
+from howlinear import blocks, profile
+from howlinear.cli.control import _Subject
+from howlinear.cli.sources import Loader, RunSource
+from howlinear.models import corpus
+from howlinear.run.tensors import read_store
 
 COMMON = ("--tokens", "8192", "--max-length", "64")
 
@@ -102,6 +109,36 @@ def test_profile_of_several_texts_and_compare(here, little, tmp_path):
     # a text of its own for each run: what reads it later finds it
     again = here("control", "matched", out / "docs", "--blocks", "0")
     assert again.returncode == 0, again.stderr
+
+
+def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, text, tmp_path):
+    """Of three shards the middle one is missing: not the first tokens of the text are read."""
+    parts = [tmp_path / name for name in "02"]
+    for part in parts:
+        done = here("profile", little / "model", *text, "--shard", f"{part.name}/3", "-o", part)
+        assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert here("merge", *parts, "-o", run).returncode == 0
+    source = RunSource(run)
+    net = source.load(Loader())
+    ids = source.fit_windows()
+    whole = corpus.windows(source.text.fit, source.tokenizer, 64, tokens=8192)
+    expected = [w for i, w in enumerate(whole) if i // 8 % 3 != 1]
+    assert torch.equal(ids, torch.stack(expected))
+    store = read_store(run, blocks(net)[0])
+    again = profile(net, ids).stores[0]
+    for field in ("first", "body"):  # the moments of the run are those of these rows
+        one, two = (sum(m.n * m.mean_x for m in getattr(s, field) if m.n) for s in (store, again))
+        assert torch.allclose(one, two, rtol=1e-9)
+    subject = _Subject(str(run), None, None, 512, 5)
+    assert torch.equal(subject.load(Loader())[1], ids)
+    other = _Subject(str(little / "model"), None, None, 512, 5)
+    other.read_text_of(subject, 64)
+    assert torch.equal(other.load(Loader())[1], ids)
+    assert torch.equal(source.short_windows(32, 640), ids[:20, :32])
+    source.settings["tokens"] += 64
+    with pytest.raises(ValueError, match="was fitted on 5696 tokens and its text gives 5632"):
+        source.fit_windows()
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,15 @@ def test_shards_need_not_be_enough_to_fit_anything(tmp_path):
         [b.to_dict() for b in merge_runs(made, tmp_path / "all").blocks],
     )
     missing = merge_runs(made[:8], tmp_path / "most")
+    missing.save(tmp_path / "most")
     assert "shards [8, 9, 10] of 11 are missing: text" in missing.notes[0]
     assert missing.settings["tokens"] == 8 * 16 * LENGTH
+    with pytest.raises(ValueError, match="have read the same rows"):
+        merge_runs([tmp_path / "most", made[7]], tmp_path / "twice")
+    late = merge_runs([tmp_path / "most", *made[8:]], tmp_path / "late")  # those that came late
+    assert late.settings["tokens"] == WINDOWS.numel()
+    assert "shards" not in late.settings
+    assert late.notes == []
 
 
 def test_different_texts_add_up(tmp_path):

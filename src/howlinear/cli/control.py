@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -206,9 +207,9 @@ def _add_checkpoint(
 class _Subject:
     """A model and a text by name, or those of a run with the run's settings."""
 
-    bos = "auto"
     revision: str | None = None
     source: RunSource | None = None
+    cut: Mapping[str, Any] = MappingProxyType({})  # settings of the run that determines the windows
 
     def __init__(
         self, name: str | None, text_file: str | None, tokens: int | None, length: int, folds: int
@@ -230,9 +231,10 @@ class _Subject:
         if source.settings.get("protocol") != "default":
             raise ValueError(f"{run} follows the paper's split, which has no folds: name a model")
         self.name, self.revision = source.asked["model"], source.asked["revision"]
-        self.text, self.bos = source.text, source.bos
+        self.text = source.text
         measured = (source.settings[name] for name in ("tokens", "window", "folds"))
         self.tokens, self.length, self.folds = measured
+        self.cut = source.settings
 
     def read_text_of(self, other: _Subject, length: int) -> None:
         """Read the text of another subject in the same windows."""
@@ -241,23 +243,27 @@ class _Subject:
                 f"{self.source.folder.folder} read {self.text.name} and the other "
                 f"{other.text.name}: name its model"
             )
-        self.text, self.tokens, self.length = other.text, other.tokens, length
+        self.text, self.tokens, self.length, self.cut = other.text, other.tokens, length, other.cut
 
     def load(
         self, loader: Loader, label: str | None = None, blocks: str | None = None
     ) -> tuple[Any, Any]:
         """The model and its windows; the number of tokens depends on the width of the blocks."""
         from howlinear import blocks as blocks_of
-        from howlinear.models import corpus
+        from howlinear.models.corpus import default_tokens
+        from howlinear.profiling.merging import fit_windows
 
         if self.source is not None:
             net, tokenizer = self.source.load(loader), self.source.tokenizer
+            if self.cut is self.source.settings:
+                return net, self.source.fit_windows()
         else:
             net, tokenizer = loader.load(self.name, label, revision=self.revision)
         length = window_length(net, tokenizer, self.length)
         widest = max(b.d_in for b in blocks_of(net, blocks))
-        tokens = self.tokens or corpus.default_tokens(widest)
-        return net, corpus.windows(self.text.fit, tokenizer, length, tokens=tokens, bos=self.bos)
+        tokens = self.tokens or default_tokens(widest)
+        cut = {**self.cut, "window": length, "tokens": tokens}
+        return net, fit_windows(self.text.fit, tokenizer, cut)
 
     def load_decoder(self, loader: Loader) -> tuple[Any, Any]:
         """The same, for experiments on models that read one stream of tokens."""

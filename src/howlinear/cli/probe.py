@@ -71,15 +71,15 @@ def probe(
     kinds = probes.KINDS if kind == "all" else tuple(name.strip() for name in kind.split(","))
     settings = probes.ProbeSettings(kinds, rank=rank, solver=solver, seeds=seeds, seed=seed)
     net = source.load(Loader("cpu", trust_remote_code, allow_pickle))
-    length, budget = source.settings["window"], min(rows or MAX_ROWS, source.settings["tokens"])
-    text = (source.text, source.tokenizer, length, budget, source.settings, seed)
+    read, budget = source.fit_windows(), min(rows or MAX_ROWS, source.settings["tokens"])
+    text = (read, source.text, source.tokenizer, budget, source.bos, seed)
     windows = dict(zip(PARTS, probes.windows_of(*text), strict=True))
     memory = _check_rows(net, source.blocks(blocks), [ids.numel() for ids in windows.values()])
     cut = source.protocol()
     if tokens:
         windows["predict"] = source.held_out("report", cut, tokens)[0]
     if "healing" in kinds:
-        windows["heal_on"] = source.fit_windows(cut.length, max(budget, cut.length))
+        windows["heal_on"] = source.short_windows(cut.length, max(budget, cut.length))
     settings = replace(
         settings,
         protocol=cut,

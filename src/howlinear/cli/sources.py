@@ -71,11 +71,24 @@ class RunSource:
 
         return [b for b, _ in match(self.net, Profile.load(self.folder.folder), at)]
 
-    def fit_windows(self, length: int | None = None, tokens: int | None = None) -> Any:
-        """The windows that the run was fitted on; or others of that text."""
+    def fit_windows(self) -> Any:
+        """The windows that the run was fitted on."""
+        from howlinear.profiling.merging import fit_windows
+
+        ids = fit_windows(self.text.fit, self.tokenizer, self.settings)
+        if ids.numel() != self.settings["tokens"]:
+            raise ValueError(
+                f"{self.folder.folder} was fitted on {self.settings['tokens']} tokens and its text "
+                f"gives {ids.numel()}: profile again"
+            )
+        return ids
+
+    def short_windows(self, length: int, tokens: int) -> Any:
+        """Windows of this length from the text that the run was fitted on."""
         from howlinear.models import corpus
 
-        length, tokens = length or self.settings["window"], tokens or self.settings["tokens"]
+        if self.settings.get("shards"):  # beginnings of the run's windows: others lie between
+            return self.fit_windows()[: max(1, tokens // length), :length]
         return corpus.windows(self.text.fit, self.tokenizer, length, tokens=tokens, bos=self.bos)
 
     def protocol(self, name: str = "windows-128") -> Any:

@@ -212,14 +212,13 @@ def _groups(
 
 
 def windows_of(
-    text: Any, tokenizer: Any, length: int, rows: int, run: dict[str, Any], seed: int
+    read: Tensor, text: Any, tokenizer: Any, rows: int, bos: str = "auto", seed: int = 0
 ) -> list[Tensor]:
-    """Windows to fit on, to choose by and to report on, cut as the run's were.
+    """Windows to fit on, to choose by and to report on; `read` are those that the run was fitted on.
 
     For fewer rows than the run read, whole windows are drawn at random.
     """
-    bos = run.get("bos", "auto")
-    read = corpus.windows(text.fit, tokenizer, length, tokens=run["tokens"], bos=bos)
+    length = read.shape[1]
     kept = max(1, rows // length)
     if kept < len(read):
         chosen = torch.randperm(len(read), generator=torch.Generator().manual_seed(seed))[:kept]

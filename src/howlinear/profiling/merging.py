@@ -1,6 +1,7 @@
 """Runs of different machines, texts or days -> one run, as if one machine had read it all.
 
     result = merge_runs(["runs/0", "runs/1"], "runs/all")
+    fit_windows(text, tokenizer, result.settings)       # of the shards that were added up
 
 Moments add up; scores and maps are computed from the sums, one block at a time, so that memory for
 two blocks suffices. Runs that cannot add up (another model, other folds, the same rows twice) are
@@ -10,13 +11,17 @@ refused with what differs.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from howlinear.linear.folds import Folds, RowSplit, Split
 from howlinear.linear.stores import BlockStore, name_of
+from howlinear.models import corpus
 from howlinear.profiling.profiler import Profile, differences_of, divided
 from howlinear.profiling.scores import Measured, measure_store
 from howlinear.run.folder import RunFolder
@@ -74,11 +79,10 @@ class Head:
         return head
 
     def _check(self) -> None:
-        shard, text = self.settings.get("shard") or [0, 1], self.text
-        counts = [self.settings.get("tokens"), self.settings.get("read", 0)]
-        fine = isinstance(shard, list) and len(shard) == 2 and all(type(n) is int for n in shard)
-        fine = fine and 0 <= shard[0] < shard[1] and all(type(n) is int for n in counts)
-        fine = fine and isinstance(text, str | None)
+        shards, of, whole = self.shards
+        counts = [*shards, of, whole, self.settings.get("tokens"), self.settings.get("read", 0)]
+        fine = all(type(n) is int for n in counts) and set(shards) <= set(range(of))
+        fine = fine and isinstance(self.text, str | None)
         if not fine or len(set(map(name_of, self.blocks))) < len(self.blocks):
             raise ValueError
 
@@ -87,14 +91,18 @@ class Head:
         return dict(self.data["settings"])
 
     @property
-    def shard(self) -> tuple[int, int]:
-        part, parts = self.settings.get("shard") or (0, 1)
-        return int(part), int(parts)
+    def shards(self) -> tuple[list[int], int, int]:
+        """(numbers of the shards that were read, of how many, tokens of all of them)."""
+        settings = self.settings
+        if merged := settings.get("shards"):
+            return list(merged["read"]), merged["of"], merged["tokens"]
+        part, parts = settings.get("shard") or (0, 1)
+        return [part], parts, settings["tokens"]
 
     @property
     def cut(self) -> tuple[Any, ...]:
         """How the text was cut into shards."""
-        return self.shard[1], self.settings.get("tokens"), self.settings.get("batch_size")
+        return *self.shards[1:], self.settings.get("batch_size")
 
     @property
     def tokens(self) -> int:
@@ -117,10 +125,7 @@ def merge_runs(
     if any(out.resolve() == h.folder.resolve() for h in heads):
         raise ValueError(f"{out} is one of the runs: name another folder with -o")
     check_addable(heads)
-    notes = check_shards(heads)
-    settings = heads[0].settings | {"tokens": sum(h.tokens for h in heads)}
-    for name in ("shard", "read"):
-        settings.pop(name, None)
+    notes, settings = check_shards(heads), _settings(heads)
     folds = settings.get("folds")
     split: Split = Folds(folds) if type(folds) is int else RowSplit(settings["tokens"])
     part = out.with_name(f".{out.name}.part")  # renamed when it is whole
@@ -177,19 +182,40 @@ def check_shards(heads: Sequence[Head]) -> list[str]:
         seen: dict[int, Head] = {}
         first = same_text[0]
         for head in same_text:
-            if head.cut != first.cut or head.shard[0] in seen:
-                twin = seen.get(head.shard[0], first)
+            shards, of, _ = head.shards
+            twins = [seen[shard] for shard in shards if shard in seen]
+            if twins or head.cut != first.cut:
+                twin = twins[0] if twins else first
                 raise ValueError(
                     f"{head.folder} and {twin.folder} have read the same rows of one text: add runs "
                     "of different texts, or of different shards made with the same settings"
                 )
-            seen[head.shard[0]] = head
-        missing = sorted(set(range(first.shard[1])) - seen.keys())
-        if missing:
-            notes.append(
-                f"shards {missing} of {first.shard[1]} are missing: {first.data['corpus'].get('name')}"
-            )
+            seen |= dict.fromkeys(shards, head)
+        if missing := sorted(set(range(of)) - seen.keys()):
+            name = first.data["corpus"].get("name")
+            notes.append(f"shards {missing} of {of} are missing: {name}")
     return notes
+
+
+def _settings(heads: Sequence[Head]) -> dict[str, Any]:
+    """Settings of the sum; if shards of its text are missing, which ones were read."""
+    settings = heads[0].settings | {"tokens": sum(h.tokens for h in heads)}
+    for name in ("shard", "shards", "read"):
+        settings.pop(name, None)
+    _, of, whole = heads[0].shards
+    read = sorted(shard for h in heads for shard in h.shards[0])
+    if len(read) < of and all(h.text == heads[0].text for h in heads):
+        settings["shards"] = {"read": read, "of": of, "tokens": whole}
+    return settings
+
+
+def fit_windows(text: str, tokenizer: Any, settings: Mapping[str, Any]) -> Tensor:
+    """The windows of a text that a run with these settings holds: all, or those of its shards."""
+    shards = settings.get("shards") or {"read": [0], "of": 1, "tokens": settings["tokens"]}
+    cut = {"tokens": shards["tokens"], "bos": settings.get("bos", "auto")}
+    ids = corpus.windows(text, tokenizer, settings["window"], **cut)
+    batches = torch.arange(len(ids)) // (settings.get("batch_size") or 1)
+    return ids[torch.isin(batches % shards["of"], torch.tensor(shards["read"]))]
 
 
 def _added(heads: Sequence[Head], block: BlockId, notes: list[str]) -> BlockStore:
@@ -246,7 +272,7 @@ def _about(heads: Sequence[Head], notes: list[str]) -> dict[str, Any]:
             "run": str(h.folder),
             "command": h.data.get("command"),
             "corpus": h.data["corpus"].get("name"),
-            "shard": list(h.shard) if h.shard[1] > 1 else None,
+            "shards": h.shards[0] if h.shards[1] > 1 else None,
             "tokens": h.tokens,
         }
         for h in heads
