@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from command import COMMAND, run
 from howlinear.cli.profile import check_room
@@ -47,13 +48,32 @@ def test_profile_writes_a_run_and_prints_the_table(small_run):
     assert "multiply-adds" in done.stderr
 
 
-def test_the_same_command_again_is_fine_and_gives_the_same(small_run, here):
-    args, out, _ = small_run
-    before = json.loads((out / "profile.json").read_text())["blocks"]
-    done = here(*args, "--json")
-    assert done.returncode == 0, done.stderr
-    after = json.loads(done.stdout)  # one document and nothing else
-    assert after["blocks"] == before
+@pytest.mark.parametrize("shard", [(), ("--shard", "0/2")])
+def test_a_finished_command_measures_and_removes_nothing(tmp_path, here, complaint, shard):
+    model, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(SMALL, model)
+    args = ("profile", model, "--tokens", "4096", "--max-length", "128", "--blocks", "0")
+    args += ("-o", out, *shard)
+    first = here(*args)
+    for kind in ("swap", "probe", "plan", "compress", "control-matched"):
+        (out / f"{kind}.json").write_text("hours of work")
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    again = here(*args)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == first.stdout
+    assert again.stderr.splitlines()[-1] == (
+        f"{out} holds this profile already: --overwrite to measure again"
+    )
+    document = here(*args, "--json").stdout  # one document and nothing else
+    assert json.loads(document) == json.loads(
+        before[out / f"{'shard' if shard else 'profile'}.json"]
+    )
+    weights = load_file(model / "model.safetensors")
+    save_file({k: 2 * v for k, v in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    assert "another model: weights was" in complaint(*args)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    assert here(*args, "--overwrite").returncode == 0
+    assert not (out / "swap.json").exists()
 
 
 def test_another_command_does_not_write_over_a_run(small_run, complaint):

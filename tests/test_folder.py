@@ -9,6 +9,7 @@ from howlinear.run.folder import RunFolder
 
 MODEL = {"id": "m", "family": "llama", "revision": None, "parameters": 9, "weights": "abc"}
 ASKED = {"model": "m", "revision": None, "dtype": "float32", "text": ["t", None, None, "s", "c"]}
+TEXT = {"name": "t", "fingerprint": "f"}
 
 
 def head(kind, **fields):
@@ -19,8 +20,7 @@ def head(kind, **fields):
 def run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     blocks = [reports.block(i).to_dict() for i in (2, 0, 1)]
-    corpus = {"name": "t", "fingerprint": "f"}
-    folder.write(head("profile", asked=ASKED, corpus=corpus, settings={}, blocks=blocks))
+    folder.write(head("profile", asked=ASKED, corpus=TEXT, settings={}, blocks=blocks))
     return folder
 
 
@@ -50,7 +50,7 @@ def test_a_run_belongs_to_its_model_and_its_text(run):
     run.check_text("f", "t")
     with pytest.raises(ValueError, match="weights was abc, m has other: profile again"):
         run.check_model(MODEL | {"weights": "other"})
-    with pytest.raises(ValueError, match=r"has changed since: profile again \(t\)"):
+    with pytest.raises(ValueError, match=r"has changed since \(t\): profile again"):
         run.check_text("g", "t")
 
 
@@ -72,13 +72,18 @@ def test_a_folder_is_free_resumable_or_in_the_way(run, tmp_path):
     other = ASKED | {"model": "n"}
     RunFolder(tmp_path / "new").check_free(other)
     run.check_free(ASKED)  # the same again
-    assert run.holds("profile", ASKED, "f")
-    assert not run.holds("profile", ASKED, "g")
+    assert run.finished(ASKED, TEXT, MODEL)
+    assert not run.finished(other, TEXT, MODEL)
+    with pytest.raises(ValueError, match=r"text of .* has changed since \(t\): .* --overwrite"):
+        run.finished(ASKED, TEXT | {"fingerprint": "g"}, MODEL)
+    with pytest.raises(ValueError, match=r"weights was abc, m has other: .* --overwrite"):
+        run.finished(ASKED, TEXT, MODEL | {"weights": "other"})
     with pytest.raises(ValueError, match="is not empty: name another folder with -o"):
         run.check_free(other)
     run.check_free(other, overwrite=True)
     run.write({"kind": "progress", "schema": SCHEMA, "asked": ASKED})
     run.check_free(ASKED)
+    assert not run.finished(ASKED, TEXT, MODEL)  # it is being measured again
     with pytest.raises(ValueError, match=r"unfinished profile with another model \(m, now n\)"):
         run.check_free(other)
     run.check_free(other, overwrite=True)
@@ -88,9 +93,13 @@ def test_a_folder_is_free_resumable_or_in_the_way(run, tmp_path):
         RunFolder(tmp_path / "file").check_free(ASKED)
 
 
-def test_a_new_profile_removes_what_was_derived_from_the_old_one(run):
+def test_what_is_measured_is_named_before_it_is_removed(run):
     for kind in ("swap", "probe", "control-matched"):
         run.write(head(kind))
     (run.folder / "report.html").touch()
+    message = r"holds a run already \(profile.json, swap.json, probe.json\).*overwrite=True"
+    with pytest.raises(ValueError, match=message):
+        run.check_unmeasured()
     run.remove_results()
+    run.check_unmeasured()
     assert [p.name for p in run.folder.iterdir()] == ["report.html"]

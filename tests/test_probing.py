@@ -130,6 +130,12 @@ def test_kinds_and_blocks_add_up_in_the_file(strong, tmp_path):
     (only,) = written()
     assert only["quantised"] is None
     profile(model, drawn(model, 600, 0), batch_size=64).save(tmp_path)
+    assert (tmp_path / "probe.json").exists()  # the same profile again
+    other = profile(model, drawn(model, 600, 1), batch_size=64)
+    with pytest.raises(ValueError, match=r"holds a run already \(profile.json, probe.json\)"):
+        other.save(tmp_path)
+    assert (tmp_path / "probe.json").exists()
+    other.save(tmp_path, overwrite=True)
     assert not (tmp_path / "probe.json").exists()  # of maps that are gone
 
 
@@ -167,7 +173,7 @@ def test_experts_and_encoders_say_what_is_left_out(tmp_path):
     assert block.where["positions"]
 
     encoder = tiny.model("bert")
-    profile(encoder, ids[0]).save(tmp_path)
+    profile(encoder, ids[0]).save(tmp_path, overwrite=True)
     how = ProbeSettings(("healing", "quantised"))
     found = probe(encoder, tmp_path, **texts, settings=how, at="1", predict=ids[1], heal_on=ids[1])
     assert found.base is None

@@ -203,7 +203,7 @@ def test_models_without_a_head_get_errors_and_are_told_why(tmp_path):
     derived = ("swap.json", "probe.json", "plan.json", "compress.json", "control-matched.json")
     for name in derived:
         (tmp_path / name).touch()
-    profile(model, ids).save(tmp_path)  # other maps: what was measured with the old ones goes
+    profile(model, ids).save(tmp_path, overwrite=True)  # everything derived goes
     assert not any((tmp_path / name).exists() for name in derived)
 
 

@@ -29,7 +29,11 @@ AllowPickle = Annotated[
     bool, Option("--allow-pickle", help="Load weights that are not in safetensors files.")
 ]
 Overwrite = Annotated[
-    bool, Option("--overwrite", help="Write into a folder that holds other files.")
+    bool,
+    Option(
+        "--overwrite",
+        help="Write into a folder that holds files; results of the run in it are removed.",
+    ),
 ]
 AsJson = Annotated[
     bool, Option("--json", help="Print the result as one JSON document and nothing else.")

@@ -26,7 +26,7 @@ def merge(
     from howlinear.profiling.merging import merge_runs
 
     with progress_bars() as begin:
-        result = merge_runs(runs, out, begin("solving", 0))
+        result = merge_runs(runs, out, begin("solving", 0), overwrite=overwrite)
     result.about.update(made_by())
     result.save(out)
     show(result, show_profile, out, as_json)

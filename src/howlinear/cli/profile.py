@@ -150,7 +150,8 @@ def profile(
     for folder, place in sources.items():
         if not follows():  # the first of several processes checks
             RunFolder(folder).check_free(request | {"text": place}, overwrite)
-    _profile_texts(out, sources, request, loader, 60 * save_every, as_json)
+    saving = {"every": 60 * save_every, "overwrite": overwrite}
+    _profile_texts(out, sources, request, loader, saving, as_json)
 
 
 def _sources(corpora: list[str], source: list[Any]) -> dict[str, list[Any]]:
@@ -181,12 +182,12 @@ def _profile_texts(
     sources: dict[Path, list[Any]],
     request: Request,
     loader: Loader,
-    every: float,
+    saving: dict[str, Any],
     as_json: bool,
 ) -> None:
     """Write a run for each text and print the table; of several texts, their comparison."""
     from howlinear.models import corpus
-    from howlinear.profiling.comparing import compare_runs
+    from howlinear.models.loading import describe
     from howlinear.run.work import Ranks
 
     texts = {folder: corpus.open_text(*source) for folder, source in sources.items()}
@@ -196,40 +197,65 @@ def _profile_texts(
     with _loaded(out / "partial" / str(ranks.rank), request, loader) as (net, tokenizer):
         at = howlinear.blocks(net, request["blocks"])
         length, tokens = _extent(net, tokenizer, at, request)
+        model = describe(net, request["model"], request["revision"])
         for folder, text in texts.items():
             say(f"{text.name}: " if several else "", end="")
-            ids = corpus.windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
-            text_request = request | {"text": sources[folder]}
-            done = several and RunFolder(folder).holds("profile", text_request, text.fingerprint())
-            if ranks.share(done):
-                say(f"{folder} is complete already")
+            about = {"model": model, **made_by(), "corpus": _corpus(text)}
+            about["asked"] = request | {"text": sources[folder]}
+            if ranks.share(not saving["overwrite"] and _finished(folder, about)):
+                say(f"{folder} holds this profile already: --overwrite to measure again")
+                result = None if follows() else _read(folder, request)
                 continue
-            result = _profile_text(net, at, ids, text, text_request, folder, every, ranks)
+            ids = corpus.windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
+            result = _profile_text(net, at, ids, about, folder, saving, ranks)
         if request["shard"][1] > 1:
             show(result, show_shard, folder, as_json)
         elif not several:
             show(result, show_profile, folder, as_json)
         elif ranks.rank == 0:
-            comparison = compare_runs(list(texts))
-            comparison.about.update(made_by())
-            show(comparison, show_comparison, out, as_json)
+            _show_several(list(texts), out, as_json)
     ranks.stop()
 
 
+def _show_several(folders: list[Path], out: Path, as_json: bool) -> None:
+    from howlinear.profiling.comparing import compare_runs
+
+    comparison = compare_runs(folders)
+    comparison.about.update(made_by())
+    show(comparison, show_comparison, out, as_json)
+
+
+def _corpus(text: Any) -> dict[str, Any]:
+    """What profile.json says of its text."""
+    return {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
+
+
+def _finished(folder: Path, about: dict[str, Any]) -> bool:
+    """Is this measured already? Only the first of several processes asks."""
+    now = (about["asked"], about["corpus"], about["model"])
+    return not follows() and RunFolder(folder).finished(*now)
+
+
+def _read(folder: Path, request: Request) -> Any:
+    """The result of a command that is finished."""
+    from howlinear.profiling.gathering import Shard
+    from howlinear.profiling.profiler import Profile
+
+    return (Shard if request["shard"][1] > 1 else Profile).load(folder)
+
+
 def _profile_text(
-    net: Any, at: Any, ids: Any, text: Any, request: Request, folder: Path, every: float, ranks: Any
+    net: Any, at: Any, ids: Any, about: dict[str, Any], folder: Path, saving: Any, ranks: Any
 ) -> Any:
-    """Measure one text and write a run, or a shard of one; save every so many seconds."""
-    from howlinear.models.loading import describe
+    """Measure one text and write a run, or a shard of one."""
     from howlinear.profiling.gathering import Scope
     from howlinear.profiling.passes import Course
     from howlinear.run.saving import Saves
 
-    model = describe(net, request["model"], request["revision"])
-    corpus = {"name": text.name, "part": text.parts[0], "fingerprint": text.fingerprint()}
-    same = {"weights": model["weights"], "fingerprint": corpus["fingerprint"]}
+    request = about["asked"]
+    same = {"weights": about["model"]["weights"], "fingerprint": about["corpus"]["fingerprint"]}
     here = {"ranks": ranks.count, "howlinear": howlinear.__version__}
-    saves = Saves(folder, request | same | here, every, ranks.rank)
+    saves = Saves(folder, request | same | here, rank=ranks.rank, **saving)
     _check_same(ranks, (same, ids.shape, int(ids.sum())))
     if saves.begun:
         say(f"resuming the interrupted profile in {folder}")
@@ -245,7 +271,7 @@ def _profile_text(
             say(f"the same command resumes from the last save in {folder}")
         raise
     result.settings.update(window=ids.shape[1], bos=_bos(request), batch_size=request["batch_size"])
-    result.about.update(model=model, **made_by(), corpus=corpus, asked=request)
+    result.about.update(about)
     if ranks.rank == 0:
         result.save(folder)
     saves.close()

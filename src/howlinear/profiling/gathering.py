@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from howlinear.profiling.fisher import first_tokens, fisher
 from howlinear.profiling.layerwise import layer_by_layer
 from howlinear.profiling.passes import Course, Pass, whole_model
 from howlinear.report.results import Result
+from howlinear.run.folder import RunFolder
 from howlinear.run.work import Ranks
 
 PROTOCOLS = ("default", "paper")
@@ -116,6 +118,13 @@ class Shard(Result):
     def _line(self) -> str:
         part, parts = self.settings["shard"]
         return f"{part} of {parts}, {len(self.blocks)} blocks, {self.settings['read']} tokens"
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Shard:
+        """Read shard.json back."""
+        data = RunFolder(folder).read("shard")
+        about = {k: v for k, v in data.items() if k not in ("kind", "schema")}
+        return cls(about.pop("blocks"), about.pop("settings"), about)
 
 
 def profile_shard(

@@ -116,14 +116,23 @@ class Head:
 
 
 def merge_runs(
-    folders: Sequence[str | Path], out: str | Path, progress: Callable[[int], None] | None = None
+    folders: Sequence[str | Path],
+    out: str | Path,
+    progress: Callable[[int], None] | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Profile:
-    """Add the runs up and write the sum; `progress` is called with 1 for each block done."""
+    """Add the runs up and write the sum; `progress` is called with 1 for each block done.
+
+    A run that is in `out` already is refused, or removed with `overwrite`.
+    """
     out, heads = Path(out), [Head.read(Path(folder)) for folder in folders]
     if len(heads) < 2:
         raise ValueError("one run has nothing to be added to: name two or more")
     if any(out.resolve() == h.folder.resolve() for h in heads):
         raise ValueError(f"{out} is one of the runs: name another folder with -o")
+    if not overwrite:
+        RunFolder(out).check_unmeasured()
     check_addable(heads)
     notes, settings = check_shards(heads), _settings(heads)
     folds = settings.get("folds")
@@ -137,17 +146,18 @@ def merge_runs(
         measured.append(measure_store(store, split, settings["tokens"]).saved(part))
         if progress is not None and not block.expert:
             progress(1)
-    _replace(out, part)
+    _replace(out, part, overwrite)
     settings["precision_difference"] = differences_of(measured)
     records, experts = divided(measured)
     return Profile(records, *saved_maps(out, records), [], settings, _about(heads, notes), experts)
 
 
-def _replace(out: Path, part: Path) -> None:
-    """Put moments and maps in the place of whatever the folder holds."""
+def _replace(out: Path, part: Path, overwrite: bool) -> None:
+    """Put moments and maps into the folder, in place of the run that it holds."""
     out.mkdir(parents=True, exist_ok=True)
-    RunFolder(out).remove_results()
-    RunFolder(out).remove_progress()
+    if overwrite:
+        RunFolder(out).remove_results()
+        RunFolder(out).remove_progress()
     for name in ("moments", "maps"):
         (part / name).rename(out / name)
     part.rmdir()

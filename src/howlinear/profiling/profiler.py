@@ -98,12 +98,19 @@ class Profile(Result):
     def _line(self) -> str:
         return f"{len(self.blocks)} blocks, R2 {extremes((b.index, b.r2) for b in self.blocks)}"
 
-    def save(self, folder: str | Path) -> None:
-        """Write the run folder; profile.json last, because it marks the run as complete."""
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write the run folder; profile.json last, because it marks the run as complete.
+
+        Another run in the folder is refused, or removed with `overwrite`, and all that was derived
+        from it. Saving the same profile again removes nothing.
+        """
         run, folder = RunFolder(folder), Path(folder)
         if not (isinstance(self.maps, Saved) and self.maps.folder == folder):  # else they are there
-            run.remove_results()
-            run.remove_progress()
+            if overwrite:
+                run.remove_results()
+                run.remove_progress()
+            elif not (run.has("profile") and run.read("profile") == self.to_dict()):
+                run.check_unmeasured()
             for store in self.stores:
                 save_moments(folder, store)
             for b in self.blocks:

@@ -6,6 +6,7 @@
     run.write(result.to_dict())                 # to the file of its kind, written whole
     asked, profile = run.request()              # how the model and the text were loaded
     run.check_model(now); run.check_text(fingerprint, name)
+    run.finished(asked, corpus, now)            # is this measured already?
 
 A file is called after its kind: swap.json is of kind "swap". `moments/` and `maps/` hold one file of
 tensors for each block (`run.tensors`); progress.json and `partial/` are what a profile that was
@@ -27,7 +28,7 @@ from howlinear.records.verdicts import safety_with
 
 #: What a profile leaves, whole or of one shard.
 MEASURED = ("profile", "shard")
-#: What other commands derive from a profile's maps. A new profile in the same folder removes it.
+#: What other commands add. A new profile in the same folder removes it, with --overwrite alone.
 DERIVED = ("swap", "swap-experts", "probe", "plan", "compress", "control-*")
 #: What must be the same for a model to be the run's.
 MODEL = ("family", "revision", "parameters", "weights")
@@ -101,17 +102,21 @@ class RunFolder:
             )
         return asked, profile
 
-    def check_model(self, now: Mapping[str, Any]) -> None:
+    def check_model(self, now: Mapping[str, Any], kind: str = "profile") -> None:
         """Refuse a model, as `models.loading.describe` gives it, that is not the run's."""
-        if difference := model_difference(self.read("profile")["model"], now):
+        if difference := model_difference(self.read(kind)["model"], now):
             raise ValueError(
-                f"{self.folder} was made with another model: {difference}: profile again"
+                f"{self.folder} was made with another model: {difference}: profile again, in "
+                "another folder (-o) or with --overwrite"
             )
 
-    def check_text(self, fingerprint: str, name: str) -> None:
+    def check_text(self, fingerprint: str, name: str, kind: str = "profile") -> None:
         """Refuse a text that has changed since the run read it."""
-        if self.read("profile")["corpus"]["fingerprint"] != fingerprint:
-            raise ValueError(f"the text of {self.folder} has changed since: profile again ({name})")
+        if self.read(kind)["corpus"]["fingerprint"] != fingerprint:
+            raise ValueError(
+                f"the text of {self.folder} has changed since ({name}): profile again, in another "
+                "folder (-o) or with --overwrite"
+            )
 
     def check_same_weights(self, kind: str) -> dict[str, Any]:
         """A file beside the profile, refused if it is about other weights."""
@@ -128,13 +133,25 @@ class RunFolder:
 
     # -- beginning, resuming, beginning again -----------------------------------------------------
 
-    def holds(self, kind: str, asked: Mapping[str, Any], fingerprint: str | None = None) -> bool:
-        """Is there a complete profile or shard of this request (and of this text)?"""
+    def holds(self, asked: Mapping[str, Any]) -> bool:
+        """Is there a complete profile or shard of this request?"""
         with contextlib.suppress(ValueError):
-            data = self.read(kind)
-            text = data.get("corpus", {}).get("fingerprint")
-            return data.get("asked") == clean(asked) and fingerprint in (None, text)
+            return bool(self.read(_kind(asked)).get("asked") == clean(asked))
         return False
+
+    def finished(
+        self, asked: Mapping[str, Any], text: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> bool:
+        """Is this request measured already? Refused if its text or its model has changed since.
+
+        `text` has a name and a fingerprint, `model` is as `models.loading.describe` gives it.
+        """
+        if self.has("progress") or not self.holds(asked):
+            return False
+        kind = _kind(asked)
+        self.check_text(text["fingerprint"], text["name"], kind)
+        self.check_model(model, kind)
+        return True
 
     def check_free(self, asked: Mapping[str, Any], overwrite: bool = False) -> None:
         """Refuse a folder with anything in it but this request's run, complete or interrupted."""
@@ -152,7 +169,7 @@ class RunFolder:
             self.remove_progress()
             return
         left = [p for p in out.iterdir() if not _is_trace(p)] if out.exists() else []
-        if left and not any(self.holds(kind, asked) for kind in MEASURED):
+        if left and not self.holds(asked):
             raise ValueError(
                 f"{out} is not empty: name another folder with -o, or pass --overwrite"
             )
@@ -169,6 +186,15 @@ class RunFolder:
                     f"({before.get(name)}, now {now[name]}): ask for the same to go on, or pass "
                     "--overwrite to start again"
                 )
+
+    def check_unmeasured(self) -> None:
+        """Refuse a folder with a run in it, or with results that a run's maps gave."""
+        kinds = (*MEASURED, "progress", *(kind for kind in DERIVED if "*" not in kind))
+        if names := [self.path(kind).name for kind in kinds if self.has(kind)]:
+            raise ValueError(
+                f"{self.folder} holds a run already ({', '.join(names)}): name another folder, or "
+                "pass overwrite=True to remove it"
+            )
 
     def remove_results(self) -> None:
         """Remove everything measured, first the files that mark it as complete."""
@@ -191,6 +217,11 @@ def records_of(path: Path, data: Mapping[str, Any], record: type[R]) -> dict[int
     if len(by_index) < len(records):
         raise ValueError(f"{path} lists a block twice")
     return by_index
+
+
+def _kind(asked: Mapping[str, Any]) -> str:
+    """What a request to profile leaves: a profile, or a shard of one."""
+    return "shard" if asked.get("shard", (0, 1))[1] > 1 else "profile"
 
 
 def model_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

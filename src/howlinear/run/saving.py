@@ -31,16 +31,23 @@ class Saves:
 
     `asked` is what must be the same to resume: an unfinished profile of something else in the folder
     is refused with what differs. `every` is in seconds. Each rank saves its own part of the pass;
-    rank 0 finishes blocks.
+    rank 0 finishes blocks. A run that is in the folder already is refused, or with `overwrite`
+    removed, with all that was derived from it, when the first block is finished.
     """
 
     def __init__(
-        self, folder: str | Path, asked: Mapping[str, Any], every: float, rank: int = 0
+        self,
+        folder: str | Path,
+        asked: Mapping[str, Any],
+        every: float,
+        rank: int = 0,
+        overwrite: bool = False,
     ) -> None:
         self.run, self.every, self.rank = RunFolder(folder), every, rank
         self.asked, self.done = dict(asked), set[str]()
         self._last = time.monotonic()
         self.together: int | None = None  # blocks at a time, as the pass began
+        self.overwrite = overwrite
         if rank == 0:
             for name in (".", "moments", "maps"):  # left by writes that were interrupted
                 for path in (self.folder / name).glob(".*.tmp"):
@@ -51,6 +58,9 @@ class Saves:
             done, together = before.get("done"), before.get("together")
             self.together = together if type(together) is int and together > 0 else None
             self.done = {n for n in done if isinstance(n, str)} if isinstance(done, list) else set()
+            self.overwrite = overwrite or before.get("overwrite") is True
+        elif rank == 0 and not overwrite:
+            self.run.check_unmeasured()
 
     @property
     def folder(self) -> Path:
@@ -73,7 +83,8 @@ class Saves:
 
     def _write_progress(self) -> None:
         about = {"kind": "progress", "schema": SCHEMA, "asked": self.asked}
-        self.run.write({**about, "together": self.together, "done": sorted(self.done)})
+        about |= {"together": self.together, "overwrite": self.overwrite}
+        self.run.write({**about, "done": sorted(self.done)})
 
     def resume(self, stores: Sequence[BlockStore]) -> int:
         """Fill fresh stores from the last save of a pass over the same blocks; batches done."""
@@ -109,10 +120,11 @@ class Saves:
         return True
 
     def finish(self, store: BlockStore) -> None:
-        """A block has seen all rows: write its moments. The first one removes an earlier run."""
+        """A block has seen all rows: write its moments. The first one removes a run to overwrite."""
         if not self.done:
             self._write_progress()
-            self.run.remove_results()
+            if self.overwrite:
+                self.run.remove_results()
         save_moments(self.folder, store)
         self.done.add(name_of(store.block))
         self._write_progress()
