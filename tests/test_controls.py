@@ -11,7 +11,7 @@ from howlinear.controls import feeding
 from howlinear.controls.checkpoints import read_training
 from howlinear.controls.cross_feed import cross_feed, depth_pairs
 from howlinear.controls.matched import matched
-from howlinear.controls.random_init import random_init, untrained
+from howlinear.controls.random_init import drawn_tokens, random_init, untrained
 from howlinear.linear.folds import Folds
 from howlinear.models import loading
 from howlinear.models.hooks import as_module
@@ -58,10 +58,12 @@ def test_shuffled_weights_are_the_same_numbers_elsewhere(net):
     assert not torch.equal(net.lm_head.weight, mixed.lm_head.weight)
 
 
-def test_the_band_is_that_of_profiles_of_untrained_models():
+def test_the_range_is_that_of_profiles_of_untrained_models():
     net = tiny.model("gpt2")
     found = random_init(net, ids(), seeds=2)
-    trained, fresh = profile(net, ids()), [profile(untrained(net, s), ids()) for s in (0, 1)]
+    drawn = [drawn_tokens(net, ids(), seed) for seed in (0, 1)]
+    trained = profile(net, ids())
+    fresh = [profile(untrained(net, seed), drawn[seed]) for seed in (0, 1)]
     for i, row in enumerate(found.blocks):
         assert row["r2"] == pytest.approx(trained.blocks[i].r2, abs=1e-12)
         values = [p.blocks[i].r2 for p in fresh]
@@ -71,10 +73,29 @@ def test_the_band_is_that_of_profiles_of_untrained_models():
     assert (found.summary["below"], found.summary["above"]) == (2, 0)
 
 
-def test_an_untrained_model_is_inside_a_band_that_holds_it(other):
+def test_untrained_blocks_are_measured_and_not_the_number_of_their_rows():
+    """A fresh SwiGLU block is nearly a product, of R2 0. Its rows in long windows are alike."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+    net = tiny.model("llama", **shape, vocab_size=3000, initializer_range=0.04)
+    text = torch.randint(0, 3000, (20, 512), generator=torch.Generator().manual_seed(0))
+    assert profile(untrained(net, 0), text, at="5", signal=False).blocks[0].r2 < -0.3
+    found = random_init(net, text, seeds=1, at="5")
+    assert abs(found.blocks[0]["mean"]) < 0.15
+    assert found.notes == []
+
+
+def test_too_few_untrained_rows_are_told():
+    net = tiny.model("gpt2", vocab_size=18)
+    found = random_init(net, ids() % 18, seeds=1)
+    assert (
+        "count for about 14 independent ones (384 windows, 18 different tokens)" in found.notes[0]
+    )
+
+
+def test_an_untrained_model_is_inside_a_range_that_holds_it(other):
     """The negative control: a model made the same way stands out nowhere but by its draw."""
     fresh = untrained(other, 0)
-    found = random_init(fresh, ids(), seeds=2)
+    found = random_init(fresh, drawn_tokens(fresh, ids(), 0), seeds=2)
     assert found.summary["above"] + found.summary["below"] == 0
 
 

@@ -69,7 +69,7 @@ def random_init(
     allow_pickle: flags.AllowPickle = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Compare the trained profile with untrained models of the same architecture and windows."""
+    """Compare the trained profile with untrained models of the same architecture."""
     from howlinear.controls.random_init import random_init as measure
 
     subject = _Subject(model, text_file, tokens, max_length, folds)
@@ -330,18 +330,19 @@ def show_random_init(console: Console, data: dict[str, Any], blocks: list[Row]) 
         Column("body", "r2_body", number),
         Column(f"{settings['seeds']} untrained", lambda b: span(b["low"], b["high"])),
         Column("body untrained", _body_span),
-        Column("", _place_in_band, words=True),
+        Column("", _place, words=True),
     )
     print_table(console, columns, blocks)
     shuffled = settings["weights"] == "shuffled"
     write(
         console,
         f"untrained: {'their own weights, permuted' if shuffled else 'fresh weights'}. "
-        f"Trained R2 is below their band in {summary['below']} of {len(blocks)} "
+        f"Trained R2 is below their range in {summary['below']} of {len(blocks)} "
         f"blocks and above it in {summary['above']}; mean {number(summary['mean_trained'])} "
-        f"trained, {number(summary['mean_untrained'])} untrained; range over depth "
+        f"trained, {number(summary['mean_untrained'])} untrained; spread over depth "
         f"{number(summary['range_trained'])} and {number(summary['range_untrained'])}",
     )
+    write_notes(console, data["notes"])
 
 
 def _body_span(block: Row) -> str:
@@ -349,7 +350,7 @@ def _body_span(block: Row) -> str:
     return span(min(scores, default=None), max(scores, default=None))
 
 
-def _place_in_band(block: Row) -> str:
+def _place(block: Row) -> str:
     r2, low, high = block["r2"], block["low"], block["high"]
     if len(known([r2, low, high])) < 3:
         return "-"

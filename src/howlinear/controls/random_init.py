@@ -1,13 +1,18 @@
 """The same architecture with fresh weights: is the profile learned, or architectural?
 
-random_init(model, windows, seeds=3).summary["below"]
+    random_init(model, windows, seeds=3).summary["below"]
+
+An untrained model on a text gives few different rows: its embeddings are random vectors, so frequent
+tokens are a few points, and its attention averages, so that deep rows of one window are nearly alike.
+Such rows measure their own number and not the blocks. Untrained models therefore read as many tokens
+drawn evenly from the vocabulary, in many short windows.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +23,8 @@ from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, pearson
 from howlinear.run.work import Work
+
+SHORT = 16  # tokens in a window of an untrained model
 
 
 def random_init(
@@ -31,30 +38,64 @@ def random_init(
     folds: int = 5,
     work: Work | None = None,
 ) -> Control:
-    """The trained profile against the band of the same architecture untrained.
+    """The trained profile against the range of the same architecture untrained.
 
     Fresh weights are drawn as the model's class draws them. `shuffled` permutes the trained weights
     within each matrix instead, which keeps their sizes and removes what they learned. `trained` is
-    the trained model's profile on the same windows, if it is known.
+    the trained model's profile on these windows, if it is known.
     """
     if seeds < 1:
-        raise ValueError(f"a band needs at least one seed, got {seeds} (--seeds)")
-    measured = partial(profiled, windows=windows, at=at, folds=folds, work=work or Work())
+        raise ValueError(f"an untrained range needs at least one seed, got {seeds} (--seeds)")
+    work = work or Work()
     if trained is None:
-        trained = measured(model, label="profiling the trained model")
-    draws = [
-        measured(untrained(model, seed, shuffled), label=f"profiling without training, seed {seed}")
-        for seed in range(seeds)
-    ]
+        label = "profiling the trained model"
+        trained = profiled(model, windows, label, at=at, folds=folds, work=work)
+    many = replace(work, batch_size=work.batch_size * max(1, windows.shape[1] // SHORT))
+    draws = []
+    for seed in range(seeds):
+        net, label = untrained(model, seed, shuffled), f"profiling without training, seed {seed}"
+        tokens = drawn_tokens(net, windows, seed)
+        draws.append(profiled(net, tokens, label, at=at, folds=folds, work=many))
     rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
     settings = {
         "seeds": seeds,
         "weights": "shuffled" if shuffled else "fresh",
         "tokens": windows.numel(),
         "window": windows.shape[1],
+        "window_untrained": tokens.shape[1],
         "folds": folds,
     }
-    return Control("random-init", rows, _summary(rows, draws), settings)
+    notes = _notes(tokens, max(b.d_in for b in trained.blocks), folds)
+    return Control("random-init", rows, _summary(rows, draws), settings, notes)
+
+
+def drawn_tokens(model: Any, windows: Tensor, seed: int) -> Tensor:
+    """As many tokens, drawn evenly from the vocabulary, in windows of SHORT tokens.
+
+    A first token that all windows share, such as BOS, stays.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    length = min(SHORT, windows.shape[1])
+    shape = windows.numel() // length, length
+    tokens = torch.randint(model.get_input_embeddings().num_embeddings, shape, generator=generator)
+    first = windows[0, 0]
+    if bool((windows[:, 0] == first).all()):
+        tokens[:, 0] = first
+    return tokens.to(windows)
+
+
+def _notes(tokens: Tensor, columns: int, folds: int) -> list[str]:
+    """A warning where untrained rows may have fewer independent values than a fit has columns."""
+    counts = tokens[:, 1:].unique(return_counts=True)[1].double()
+    different = float(counts.sum() ** 2 / counts.square().sum())  # of evenly frequent tokens
+    rows = int(min(different, len(tokens)) * (folds - 1) / folds)
+    if rows > columns:
+        return []
+    return [
+        f"not meaningful: the untrained rows of a fit count for about {rows} independent ones "
+        f"({len(tokens)} windows, {different:.0f} different tokens), fewer than the {columns} columns: "
+        f"untrained R2 shows too few rows; give more --tokens"
+    ]
 
 
 def _beside(b: BlockProfile, drawn: Sequence[BlockProfile]) -> dict[str, Any]:
@@ -78,7 +119,7 @@ def _beside(b: BlockProfile, drawn: Sequence[BlockProfile]) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]], draws: list[Profile]) -> dict[str, Any]:
-    """How many blocks lie outside the band, and how the two profiles compare over depth."""
+    """How many blocks lie outside the untrained range, and how the two profiles compare over depth."""
     trained, means = [r["r2"] for r in rows], [r["mean"] for r in rows]
     return {
         "below": sum(r["r2"] < r["low"] for r in rows),
