@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from howlinear import Affine, blocks, compare, swap_costs, swapped
+from howlinear import Affine, Profile, blocks, compare, profile, swap_costs, swapped
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import map_errors, sweep
 from howlinear.models.families import backbone
@@ -47,6 +47,22 @@ def test_an_exact_copy_of_a_block_changes_nothing_to_the_bit(name):
         assert torch.equal(change.nll, change.nll_changed)
         assert cost.rmse == 0
         assert cost.cosine == pytest.approx(1)
+
+
+def test_a_profiles_map_replaces_the_module_that_it_was_fitted_on(tmp_path):
+    """Not the feed-forward block of the same index."""
+    model, ids = cached("llama"), tokens(3, 12)
+    result = profile(model, tokens(170, 32), at=r"model\.layers\.[12]\.self_attn", signal=False)
+    result.save(tmp_path)
+    for maps in (result.maps, Profile.load(tmp_path).maps):
+        (cost,) = swap_costs(model, {1: maps[1]}, ids)
+        attention = blocks(model, r"model\.layers\.2\.self_attn")[0]
+        want = compare(model, functools.partial(swapped, model, {attention: maps[1]}), ids)
+        assert (cost.block.index, cost.block.path) == (1, "model.layers.2.self_attn")
+        assert cost.change.delta_nll == pytest.approx(want.delta_nll, rel=1e-5)
+    with pytest.raises(ValueError, match="map 1 was fitted on model") as error:
+        swap_costs(cached("gpt2"), {1: result.maps[1]}, ids)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", CAUSAL)

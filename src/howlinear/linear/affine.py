@@ -10,7 +10,7 @@ Notation: W (d_out, d_in), b (d_out,). Every map is called with x (..., d_in) an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Affine:
-    """y ~ W x + b. `rank` is the numerical rank of the inputs of the fit."""
+    """y ~ W x + b. `rank` is the numerical rank of the inputs of the fit.
+
+    A profile's maps carry the module path of their block, so that they replace no other one.
+    """
 
     weight: Tensor  # (d_out, d_in)
     bias: Tensor  # (d_out,)
     rank: int
+    path: str = ""  # of the block that it was fitted on; "" where that is not known
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight.to(x), self.bias.to(x))
@@ -49,7 +53,7 @@ class Affine:
 
     def to(self, like: Tensor) -> Affine:
         """The same map in the dtype and on the device of `like`, so that calls need not convert."""
-        return Affine(self.weight.to(like), self.bias.to(like), self.rank)
+        return replace(self, weight=self.weight.to(like), bias=self.bias.to(like))
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """The same map as a torch layer."""

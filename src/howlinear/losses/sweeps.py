@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from howlinear.linear.rows import Rows
 from howlinear.losses.perplexity import Comparison, Loss, Reference, TokenScores, reference
 from howlinear.losses.protocols import EvalProtocol, ScoredBatch, protocol_of, scored_batches
 from howlinear.losses.readout import Readout, chunks
-from howlinear.models.families import Block, Replacement, blocks
+from howlinear.models.families import Block, Replacement, block_at, blocks
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows, run_rows
 from howlinear.models.hooks import swapped, tap
 from howlinear.models.recording import Recording
@@ -84,15 +84,33 @@ def swap_costs(
 ) -> list[SwapCost]:
     """The cost of replacing each block alone, by depth index, on windows (n, length) of token ids.
 
-    `maps` may hold anything that takes x (..., d_in) to y (..., d_out). `windows` may also be one
-    stream of tokens with a protocol; see `losses.protocols`. `progress` is called with tokens done.
+    `maps` may hold anything that takes x (..., d_in) to y (..., d_out). A map of a profile replaces
+    the module that it was fitted on, whatever its index. `windows` may also be one stream of tokens
+    with a protocol; see `losses.protocols`. `progress` is called with tokens done.
     """
     by_index = {block.index: block for block in blocks(model)}
-    if missing := [i for i in maps if i not in by_index]:
-        raise ValueError(f"there is no block {missing[0]}: the model has {len(by_index)} blocks")
-    variants = [(by_index[i], maps[i]) for i in sorted(maps)]
+    chosen = {i: maps[i] for i in sorted(maps)}  # once: a run's maps are read from files
+    variants = [(_block_of(model, by_index, i, fitted), fitted) for i, fitted in chosen.items()]
     work = Work(batch_size=batch_size, progress=None if progress is None else lambda *_: progress)
     return sweep(model, variants, windows, protocol=protocol, work=work).costs
+
+
+def _block_of(
+    model: nn.Module, by_index: Mapping[int, Block], index: int, fitted: Replacement
+) -> Block:
+    """The block of this index, unless the map carries the path of another module."""
+    block, path = by_index.get(index), getattr(fitted, "path", "")
+    if path and not (block and f".{block.path}".endswith(f".{path}")):
+        block = block_at(model, path)
+        if block is None:
+            raise ValueError(
+                f"map {index} was fitted on {path}, which {type(model).__name__} does not have: "
+                "a map of another model?"
+            )
+        return replace(block, index=index)
+    if block is None:
+        raise ValueError(f"there is no block {index}: the model has {len(by_index)} blocks")
+    return block
 
 
 def sweep(

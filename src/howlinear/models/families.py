@@ -182,6 +182,14 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
     return chosen
 
 
+def block_at(model: nn.Module, path: str) -> Block | None:
+    """The block, or the module as a block, at this path; None where there is none."""
+    try:  # known blocks come first
+        return next((b for b in blocks(model, f"^{re.escape(path)}$") if b.path == path), None)
+    except ValueError:
+        return None
+
+
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its language-model head: runs every block."""
     return getattr(model, "base_model", model)

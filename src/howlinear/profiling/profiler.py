@@ -203,7 +203,9 @@ def _assembled(
     }
     return Profile(
         blocks=records,
-        maps={index: affine for index, (affine, _) in fitted.items()},
+        maps={
+            b.index: replace(fitted[b.index][0], path=b.path) for b in records if b.index in fitted
+        },
         r2_by_feature={index: r2s for index, (_, r2s) in fitted.items()},
         stores=sorted(kept, key=lambda store: store.block.index),
         settings=settings,

@@ -158,7 +158,7 @@ def _checked_map(tensors: dict[str, Tensor], block: Place) -> tuple[Affine, Tens
     if not bool(tensors["weight"].isfinite().all() and tensors["bias"].isfinite().all()):
         raise ValueError(f"block {block.index} is not finite")
     weight, bias = tensors["weight"].double(), tensors["bias"].double()
-    return Affine(weight, bias, int(tensors["rank"])), tensors["r2_by_feature"]
+    return Affine(weight, bias, int(tensors["rank"]), block.path), tensors["r2_by_feature"]
 
 
 class Saved(Mapping[int, T]):

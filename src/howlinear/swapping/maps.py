@@ -19,7 +19,7 @@ from howlinear.linear.affine import Affine, UnitMap
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
-from howlinear.models.families import Block, Replacement, blocks, depth_indices
+from howlinear.models.families import Block, Replacement, block_at, depth_indices
 from howlinear.models.forward import Batch, WindowsLike, run_rows
 from howlinear.models.units import taken
 from howlinear.profiling.profiler import Profile
@@ -44,7 +44,7 @@ def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, B
             raise ValueError(f"--blocks {at!r} is not a regular expression: {err}") from None
     pairs = []
     for p in run.blocks:
-        b = _block_at(model, p.path)
+        b = block_at(model, p.path)
         if b is None or (b.d_in, b.d_out) != (p.d_in, p.d_out):
             here = f"{b.d_in} to {b.d_out}" if b else "missing"
             raise ValueError(
@@ -56,13 +56,6 @@ def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, B
     if not pairs:
         raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
     return pairs
-
-
-def _block_at(model: nn.Module, path: str) -> Block | None:
-    try:  # known blocks come first; a run may also be of modules named by path
-        return next((b for b in blocks(model, f"^{re.escape(path)}$") if b.path == path), None)
-    except ValueError:
-        return None
 
 
 class RunMaps:
