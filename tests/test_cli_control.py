@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+import tiny
 from howlinear import blocks, profile
 from howlinear.cli.control import _Subject
 from howlinear.cli.sources import Loader, RunSource
@@ -19,13 +19,6 @@ COMMON = ("--tokens", "8192", "--max-length", "64")
 @pytest.fixture
 def text(little):
     return ("--text-file", little / "text.txt", *COMMON)
-
-
-def change_weights(folder):
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: 2 * t for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
 
 
 def document(done):
@@ -80,16 +73,18 @@ def test_checkpoints_of_a_folder_in_order_and_resumed(here, complaint, little, t
     assert data["blocks"][0]["r2"][0] == data["blocks"][0]["r2"][1]  # the same weights
     shown = here(*args)
     assert "checkpoint-9" in shown.stdout
-    change_weights(tmp_path / "t" / "checkpoint-9")
+    tiny.change_weights(tmp_path / "t" / "checkpoint-9")
     assert "checkpoint-9 has changed since it was measured: weights was" in complaint(*args)
     assert json.loads((tmp_path / "out" / "control-checkpoints.json").read_text()) == data
 
 
-def test_profile_of_several_texts_and_compare(here, little, tmp_path):
-    out = tmp_path / "runs"
+def test_profile_of_several_texts_and_compare(here, complaint, little, tmp_path):
+    out, model = tmp_path / "runs", tmp_path / "model"
+    shutil.copytree(little / "model", model)
     given = (f"own={little / 'text.txt'}", "docs=python-docs", "python-code")
     flags = [flag for source in given for flag in ("--corpus", source)]
-    done = here("profile", little / "model", *flags, *COMMON, "-o", out)
+    profile = ("profile", model, *flags, *COMMON, "-o", out)
+    done = here(*profile)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} == {"own", "docs", "python-code"}
     assert "own to docs, with 95 % intervals over folds" in done.stdout
@@ -109,6 +104,9 @@ def test_profile_of_several_texts_and_compare(here, little, tmp_path):
     # a text of its own for each run: what reads it later finds it
     again = here("control", "matched", out / "docs", "--blocks", "0")
     assert again.returncode == 0, again.stderr
+    assert "profiling" not in here(*profile).stderr  # what is measured is shown
+    tiny.change_weights(model)
+    assert "was made with another model: weights was" in complaint(*profile)
 
 
 def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, text, tmp_path):
@@ -158,7 +156,8 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
         (("control", "cross-feed", "{model}", "{model}", "--pairs", "9:9"), "3 and 3 blocks"),
         (("control", "checkpoints", "{root}", "--revisions", "step7"), "has no checkpoint step7"),
         (("control", "checkpoints", "some/model"), "--revisions step0,main"),
-        (("control", "matched", "{run}", "--text-file", "x.txt"), "determines the text"),
+        (("control", "matched", "{run}", "--text-file", "python-docs"), "is not the text of"),
+        (("control", "matched", "{model}", "--model", "x"), "is for a run"),
         (("compare", "{run}"), "two or more"),
         (("compare", "{run}", "{root}"), "does not exist"),
     ],
@@ -180,10 +179,6 @@ def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, m
 
 @pytest.fixture(scope="module")
 def wide(little, tmp_path_factory):
-    import torch
-
-    import tiny
-
     folder = tmp_path_factory.mktemp("wide")
     shutil.copytree(little / "model", folder, dirs_exist_ok=True)
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+import tiny
 from command import run
 from howlinear.records.verdicts import SAFETY
 from howlinear.run.folder import RunFolder
@@ -100,7 +101,7 @@ def test_runs_that_do_not_fit_are_refused(little, copied, complaint):
 
     model = data["model"]
     assert "another model: weights was 0123" in changed(model=model | {"weights": "0123"})
-    assert "another model: revision was abc" in changed(model=model | {"revision": "abc"})
+    assert "another model: family was gpt2" in changed(model=model | {"family": "gpt2"})
     assert "text" in changed(corpus=data["corpus"] | {"fingerprint": "0" * 64})
     assert "from stdin" in changed(
         asked=data["asked"] | {"text": ["-", None, None, "train", "text"]}
@@ -108,6 +109,34 @@ def test_runs_that_do_not_fit_are_refused(little, copied, complaint):
     assert "does not say how" in changed(asked=None)
     narrow = [b | {"d_in": 8} for b in data["blocks"]]
     assert "its block 0" in changed(blocks=narrow)  # a map of the wrong width
+
+
+def test_a_run_outlives_a_move_of_its_model_and_its_text(
+    little, here, complaint, tmp_path, monkeypatch
+):
+    """Typed as relative paths, read from elsewhere, then moved; another model or text is refused."""
+    shutil.copytree(little / "model", tmp_path / "model")
+    shutil.copy(little / "text.txt", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    common = ("--text-file", "text.txt", "--tokens", "8192", "--max-length", "64")
+    assert here("profile", "model", *common, "-o", "run").returncode == 0
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    swap = ("swap", tmp_path / "run", "--tokens", "200", "--blocks", "1", "--json")
+    done = here(*swap)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert (data["model"]["id"], data["corpus"]["name"]) == ("model", "text.txt")  # as typed
+    for name in ("model", "text.txt"):
+        (tmp_path / name).rename(tmp_path / "new" / name)
+    gone = "which does not exist: name its new place with"
+    assert f"{tmp_path / 'text.txt'}, {gone} --text-file" in complaint(*swap)
+    assert f"{tmp_path / 'model'}, {gone} --model" in complaint(*swap, "--text-file", "text.txt")
+    moved = ("--text-file", "text.txt", "--model", "model")
+    assert json.loads(here(*swap, *moved).stdout)["blocks"] == data["blocks"]
+    assert "is not the text of" in complaint(*swap, *moved[2:], "--text-file", "python-docs")
+    tiny.change_weights(tmp_path / "new" / "model")
+    assert "was made with another model: weights was" in complaint(*swap, *moved)
 
 
 def test_an_empty_test_text_is_refused(little, wikitext, tmp_path, here, complaint):

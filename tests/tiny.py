@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 VOCABULARY, BATCH, LENGTH, SHORT = 50, 2, 7, 4
@@ -209,3 +210,11 @@ def alone(batch: dict[str, Tensor], window: int) -> dict[str, Tensor]:
     cut = {key: value[:, one[masks[key]][0] != 0] for key, value in one.items() if key in masks}
     rest = {key: value for key, value in one.items() if "mask" not in key and "pos" not in key}
     return rest | cut
+
+
+def change_weights(folder):
+    """Other weights under the same path."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: 2 * t for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )

@@ -51,6 +51,8 @@ DryRun = Annotated[
 
 def compress(
     run: flags.RunPath,
+    model: flags.RunModel = None,
+    text_file: flags.RunText = None,
     out: Out = None,
     max_ppl_increase: MaxIncrease = None,
     remove_params: RemoveParams = None,
@@ -72,7 +74,7 @@ def compress(
     """Replace blocks under a budget and write a smaller model that loads."""
     from howlinear.export.write import check_exportable, check_free, write_export
 
-    source = RunSource(run)
+    source = RunSource(run, model, text_file)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
     settings = _settings(rank, keep_units, curve, export)
     if out is not None:
@@ -86,8 +88,7 @@ def compress(
     where = run / "compress.json"
     if out is not None and not dry_run:
         say(f"writing {out}")
-        model = source.asked["model"]
-        write_export(net, source.tokenizer, result, out, export, model, report, add_biases)
+        write_export(net, source.tokenizer, result, out, export, source.model, report, add_biases)
         where = out
     source.folder.write(result.plan_dict())
     source.folder.write(result.to_dict())

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
-from howlinear.cli.sources import Loader, RunSource, window_length
+from howlinear.cli.sources import Loader, RunSource, absolute, window_length
 from howlinear.records.words import known, number, signed, span, with_se
 from howlinear.run import room
 from howlinear.run.folder import RunFolder
@@ -58,6 +58,7 @@ def random_init(
     seeds: SeedCount = 3,
     shuffled: Shuffled = False,
     out: Out = None,
+    model_place: flags.RunModel = None,
     text_file: flags.TextFile = None,
     tokens: flags.Tokens = None,
     max_length: MaxLength = 512,
@@ -72,7 +73,7 @@ def random_init(
     """Compare the trained profile with untrained models of the same architecture."""
     from howlinear.controls.random_init import random_init as measure
 
-    subject = _Subject(model, text_file, tokens, max_length, folds)
+    subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
     net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
@@ -85,6 +86,7 @@ def random_init(
 def matched(
     model: ModelOrRun = None,
     out: Out = None,
+    model_place: flags.RunModel = None,
     text_file: flags.TextFile = None,
     tokens: flags.Tokens = None,
     max_length: MaxLength = 512,
@@ -102,7 +104,7 @@ def matched(
     from howlinear.controls.matched import matched as measure
     from howlinear.controls.matched import memory
 
-    subject = _Subject(model, text_file, tokens, max_length, folds)
+    subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
     net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
     _check_sums(memory(blocks_of(net, blocks), subject.folds), "measure fewer --blocks at a time")
     with progress_bars() as begin:
@@ -170,8 +172,8 @@ def checkpoints(
 
     stages = loading.checkpoints(model, revisions.split(",") if revisions else None)
     subject = _Subject(model, text_file, tokens, max_length, folds)
-    text = [subject.text.name, subject.text.fingerprint()]
-    settings: dict[str, Any] = {"model": model, "text": text, "tokens": tokens}
+    text = subject.text.fingerprint()
+    settings: dict[str, Any] = {"model": absolute(model), "text": text, "tokens": tokens}
     settings |= {"max_length": max_length, "folds": folds, "blocks": blocks}
     folder = RunFolder(out) if out else _folder(model)
     result = subject.ranks.share(read_training(folder, settings))
@@ -200,7 +202,7 @@ def _add_checkpoint(
     with progress_bars() as begin:
         work = subject.work(batch_size, begin)
         result.measure(net, ids, label, about, at=at, work=work)
-    result.about.update(model=about, **made_by())
+    result.about.update(model=about, corpus=subject.corpus(), **made_by())
     return True
 
 
@@ -212,25 +214,32 @@ class _Subject:
     cut: Mapping[str, Any] = MappingProxyType({})  # settings of the run that determines the windows
 
     def __init__(
-        self, name: str | None, text_file: str | None, tokens: int | None, length: int, folds: int
+        self,
+        name: str | None,
+        text_file: str | None,
+        tokens: int | None,
+        length: int,
+        folds: int,
+        model: str | None = None,  # where the model of a run is now
     ) -> None:
         from howlinear.models import corpus
         from howlinear.run.work import Ranks
 
         self.name, self.tokens, self.length, self.folds = name, tokens, length, folds
         if name and RunFolder(name).has("profile"):
-            self._read_run(name, text_file)
+            self._read_run(RunSource(Path(name), model, text_file))
+        elif model is not None:
+            raise ValueError(f"--model is for a run, and {name} is none: name the model alone")
         else:
             self.text = corpus.open_text(text_file)
         self.ranks = Ranks.start()
 
-    def _read_run(self, run: str, text_file: str | None) -> None:
-        if text_file:
-            raise ValueError(f"{run} determines the text: drop --text-file, or name a model")
-        self.source = source = RunSource(Path(run))
+    def _read_run(self, source: RunSource) -> None:
         if source.settings.get("protocol") != "default":
-            raise ValueError(f"{run} follows the paper's split, which has no folds: name a model")
-        self.name, self.revision = source.asked["model"], source.asked["revision"]
+            raise ValueError(
+                f"{source.folder.folder} follows the paper's split, which has no folds: name a model"
+            )
+        self.source, self.name, self.revision = source, source.model, source.revision
         self.text = source.text
         measured = (source.settings[name] for name in ("tokens", "window", "folds"))
         self.tokens, self.length, self.folds = measured
@@ -277,6 +286,10 @@ class _Subject:
 
         return Work(self.ranks, batch_size, progress)
 
+    def corpus(self) -> dict[str, str]:
+        """What a result records of the text."""
+        return {"name": self.text.name, "fingerprint": self.text.fingerprint()}
+
     def trained(self, blocks: str | None) -> Any:
         """The profile of the run, if it is about these blocks; else None."""
         if self.source is None or blocks != self.source.asked.get("blocks"):
@@ -296,7 +309,7 @@ class _Subject:
             return
         result.about.update(
             model=loading.describe(net, self.name, self.revision),
-            corpus={"name": self.text.name, "fingerprint": self.text.fingerprint()},
+            corpus=self.corpus(),
             **made_by(),
         )
         folder = self.source.folder if self.source else _folder(self.name)

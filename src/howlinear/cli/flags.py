@@ -18,6 +18,16 @@ ModelName = Annotated[
     Argument(help="A hub id, a folder or a .gguf file; the built-in model if omitted."),
 ]
 RunPath = Annotated[Path, Argument(help="A run folder that `howlinear profile` wrote.")]
+RunModel = Annotated[
+    str | None,
+    Option(
+        "--model", help="Where the run's model is now, if it has moved; checked by its weights."
+    ),
+]
+RunText = Annotated[
+    str | None,
+    Option("--text-file", help="Where the run's text is now, if it has moved; checked too."),
+]
 Dtype = Annotated[
     str, Option(help="Precision of the weights: float32, bfloat16, float16 or float64.")
 ]

@@ -52,6 +52,8 @@ PredictedTokens = Annotated[
 
 def probe(
     run: flags.RunPath,
+    model: flags.RunModel = None,
+    text_file: flags.RunText = None,
     kind: Kinds = "bilinear,degree,units,where,quantised",
     rank: Rank = 16,
     solver: Solver = "ours",
@@ -67,7 +69,7 @@ def probe(
     """Measure what the residual of each block's map is made of."""
     from howlinear.probing import probes
 
-    source = RunSource(run)
+    source = RunSource(run, model, text_file)
     kinds = probes.KINDS if kind == "all" else tuple(name.strip() for name in kind.split(","))
     settings = probes.ProbeSettings(kinds, rank=rank, solver=solver, seeds=seeds, seed=seed)
     net = source.load(Loader("cpu", trust_remote_code, allow_pickle))

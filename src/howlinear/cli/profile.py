@@ -17,7 +17,7 @@ from howlinear.cli.compare import show_comparison
 from howlinear.cli.output import follows, made_by, print_json, progress_bars, say, show
 from howlinear.cli.printer import terminal_console, write
 from howlinear.cli.profile_table import show_profile, show_shard
-from howlinear.cli.sources import Loader, window_length
+from howlinear.cli.sources import Loader, in_full, window_length
 from howlinear.run import room
 from howlinear.run.folder import RunFolder
 
@@ -149,7 +149,7 @@ def profile(
     loader = Loader(device, trust_remote_code, allow_pickle)
     for folder, place in sources.items():
         if not follows():  # the first of several processes checks
-            RunFolder(folder).check_free(request | {"text": place}, overwrite)
+            RunFolder(folder).check_free(in_full(request | {"text": place}), overwrite)
     saving = {"every": 60 * save_every, "overwrite": overwrite}
     _profile_texts(out, sources, request, loader, saving, as_json)
 
@@ -199,9 +199,10 @@ def _profile_texts(
         length, tokens = _extent(net, tokenizer, at, request)
         model = describe(net, request["model"], request["revision"])
         for folder, text in texts.items():
-            say(f"{text.name}: " if several else "", end="")
+            if several:
+                say(f"{text.name}:")
             about = {"model": model, **made_by(), "corpus": _corpus(text)}
-            about["asked"] = request | {"text": sources[folder]}
+            about["asked"] = in_full(request | {"text": sources[folder]})
             if ranks.share(not saving["overwrite"] and _finished(folder, about)):
                 say(f"{folder} holds this profile already: --overwrite to measure again")
                 result = None if follows() else _read(folder, request)

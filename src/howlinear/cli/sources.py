@@ -1,7 +1,7 @@
 """Models and texts that commands read: by name, or those of a run.
 
-source = RunSource(run)                             # refused if its text has changed
-net = source.load(Loader("cuda"))                   # refused if its model has changed
+source = RunSource(run, model, text_file)           # where they are now; None: where they were
+net = source.load(Loader("cuda"))                   # refused if it is not the run's model
 windows = source.fit_windows()                      # those that the run was fitted on
 ids, n_bytes = source.held_out("report", source.protocol(), 4096)
 """
@@ -44,24 +44,50 @@ class RunSource:
     net: Any  # loaded by `load`
     tokenizer: Any
 
-    def __init__(self, run: Path) -> None:
-        from howlinear.models import corpus
-
+    def __init__(self, run: Path, model: str | None = None, text_file: str | None = None) -> None:
         self.folder = RunFolder(run)
         self.asked, self.profile = self.folder.request()
         self.settings = self.profile["settings"]
         self.bos = self.settings.get("bos", "auto")
-        self.text = corpus.open_text(*self.asked["text"])
+        self.model, self.revision = model or self.asked["model"], self.asked["revision"]
+        if model is not None:
+            self.revision = None
+        self.text = self._open(text_file)
         self.folder.check_text(self.text.fingerprint(), self.text.name)
+
+    def _open(self, text_file: str | None) -> Any:
+        """The text in its new place, or where the run read it."""
+        from howlinear.models import corpus
+
+        if text_file is not None:
+            return corpus.open_text(text_file)
+        if self.asked["text"][0] == "-":
+            raise ValueError(
+                f"{self.folder.folder} read its text from stdin: save it, name it with --text-file"
+            )
+        try:
+            return corpus.open_text(*self.asked["text"])
+        except FileNotFoundError:
+            raise self._gone("text", self.asked["text"][0], "--text-file") from None
+
+    def _gone(self, what: str, place: str, flag: str) -> ValueError:
+        return ValueError(
+            f"the {what} of {self.folder.folder} was {place}, which does not exist: name its new "
+            f"place with {flag}"
+        )
 
     def load(self, loader: Loader) -> Any:
         """The model."""
         from howlinear.models import loading
 
-        model, revision = self.asked["model"], self.asked["revision"]
-        options = {"revision": revision, "dtype": self.asked["dtype"]}
-        self.net, self.tokenizer = loader.load(model, **options)
-        self.folder.check_model(loading.describe(self.net, model, revision))
+        options = {"revision": self.revision, "dtype": self.asked["dtype"]}
+        try:
+            self.net, self.tokenizer = loader.load(self.model, **options)
+        except FileNotFoundError:
+            if self.model != self.asked["model"]:
+                raise
+            raise self._gone("model", self.model, "--model") from None
+        self.folder.check_model(loading.describe(self.net, self.model, self.revision))
         return self.net
 
     def blocks(self, at: str | None = None) -> list[Any]:
@@ -110,8 +136,25 @@ class RunSource:
     def about(self, *parts: str) -> dict[str, Any]:
         """What a result records: model, text and these parts of it, command, versions."""
         named = dict(zip(PARTS, self.text.parts, strict=True))
-        corpus = {"name": self.text.name} | {part: named[part] for part in parts}
+        corpus = {"name": self.profile["corpus"]["name"]} | {part: named[part] for part in parts}
         return {"model": self.profile["model"], "corpus": corpus, **made_by()}
+
+
+def in_full(request: dict[str, Any]) -> dict[str, Any]:
+    """A request with its local files and folders in full, so that they are found from anywhere."""
+    from howlinear.models.corpus import BUILTIN
+
+    source, dataset, *rest = request["text"]
+    if source not in (None, "-", *BUILTIN):
+        source = absolute(source)
+    model, dataset = (name and absolute(name) for name in (request["model"], dataset))
+    return {**request, "model": model, "text": [source, dataset, *rest]}
+
+
+def absolute(name: str) -> str:
+    """A path from the root; a name on the hub as it is."""
+    path = Path(name).expanduser()
+    return os.path.abspath(path) if path.exists() else name
 
 
 def window_length(net: Any, tokenizer: Any, length: int) -> int:

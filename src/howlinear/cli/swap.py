@@ -46,6 +46,8 @@ Eval = Annotated[
 
 def swap(
     run: flags.RunPath,
+    model: flags.RunModel = None,
+    text_file: flags.RunText = None,
     tokens: PredictedTokens = 4096,
     units: Units = "auto",
     blocks: flags.Blocks = None,
@@ -64,7 +66,7 @@ def swap(
     from howlinear.swapping.expert_swaps import measure_expert_swaps
     from howlinear.swapping.swaps import measure_swaps
 
-    source = RunSource(run)
+    source = RunSource(run, model, text_file)
     EvalProtocol.parse(protocol)  # refused before the model is loaded
     ranks = Ranks.start()
     net = source.load(Loader(device, trust_remote_code, allow_pickle))

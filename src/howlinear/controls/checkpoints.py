@@ -20,6 +20,7 @@ from howlinear.run.folder import RunFolder, model_difference
 from howlinear.run.work import Work
 
 KIND = "control-checkpoints"
+ABOUT = ("model", "corpus", "command", "versions")
 
 
 @dataclass(repr=False)
@@ -113,7 +114,7 @@ def read_training(run: RunFolder, settings: dict[str, Any]) -> Training:
     checkpoints: Any = data.get("checkpoints")
     if not (isinstance(checkpoints, list) and all(map(_is_checkpoint, checkpoints))):
         raise ValueError(f"{path} is damaged, or does not say which weights it is about: remove it")
-    about = {k: v for k, v in data.items() if k in ("model", "command", "versions")}
+    about = {k: v for k, v in data.items() if k in ABOUT}
     return Training(settings, checkpoints, about)
 
 

@@ -96,10 +96,6 @@ class RunFolder:
             raise ValueError(
                 f"{self.path('profile')} lacks model, corpus or settings: profile again"
             )
-        if asked["text"][0] == "-":
-            raise ValueError(
-                f"{self.folder} read its text from stdin: save it, profile it with --text-file"
-            )
         return asked, profile
 
     def check_model(self, now: Mapping[str, Any], kind: str = "profile") -> None:
@@ -114,8 +110,8 @@ class RunFolder:
         """Refuse a text that has changed since the run read it."""
         if self.read(kind)["corpus"]["fingerprint"] != fingerprint:
             raise ValueError(
-                f"the text of {self.folder} has changed since ({name}): profile again, in another "
-                "folder (-o) or with --overwrite"
+                f"{name} is not the text of {self.folder}, or has changed since: profile again, in "
+                "another folder (-o) or with --overwrite"
             )
 
     def check_same_weights(self, kind: str) -> dict[str, Any]:
@@ -225,9 +221,13 @@ def _kind(asked: Mapping[str, Any]) -> str:
 
 
 def model_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between two models, as `models.loading.describe` gives them; empty if nothing does."""
+    """What differs between two models, as `models.loading.describe` gives them; empty if nothing does.
+
+    A copy of a hub model in a folder has no revision: there weights decide.
+    """
     for name in MODEL:
-        if before.get(name) != now[name]:
+        known = name != "revision" or (before.get(name) and now[name])
+        if known and before.get(name) != now[name]:
             return f"{name} was {before.get(name)}, {now['id']} has {now[name]}"
     return ""
 
