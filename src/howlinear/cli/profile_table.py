@@ -12,6 +12,7 @@ from howlinear.records.fields import BlockProfile
 from howlinear.records.words import bar, correlation, known, number, power, ranges, with_se
 
 COLOURS = {
+    "constant": "green",
     "broadly linear": "green",
     "partly linear": "yellow",
     "outlier-concentrated": "yellow",

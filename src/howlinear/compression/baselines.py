@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,7 +23,10 @@ def baselines(
     like = next(losses.model.parameters()).detach()
     linear = {b: run.maps[b.index].to(like) for b in sizes.parameters}
     costs = _swap_costs(folder, linear, losses)
-    costs["r2"] = {b: -p.r2 for b, p in zip(linear, run.blocks, strict=True)}
+    costs["r2"] = {
+        b: -math.inf if math.isnan(p.r2) else -p.r2  # constant output: the map is exact
+        for b, p in zip(linear, run.blocks, strict=True)
+    }
     points = []
     for method in ("swap", "r2", "zero"):
         gone = 0

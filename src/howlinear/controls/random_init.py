@@ -11,6 +11,7 @@ drawn evenly from the vocabulary, in many short windows.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from howlinear.controls.results import Control, mean, profiled
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, pearson
+from howlinear.records.words import known
 from howlinear.run.work import Work
 
 SHORT = 16  # tokens in a window of an untrained model
@@ -100,7 +102,8 @@ def _notes(tokens: Tensor, columns: int, folds: int) -> list[str]:
 
 def _beside(b: BlockProfile, drawn: Sequence[BlockProfile]) -> dict[str, Any]:
     """One trained block beside the same block of each untrained model."""
-    values = [d.r2 for d in drawn]
+    values = known(d.r2 for d in drawn)
+    low, high = min(values, default=math.nan), max(values, default=math.nan)
     return {
         "index": b.index,
         "path": b.path,
@@ -111,10 +114,10 @@ def _beside(b: BlockProfile, drawn: Sequence[BlockProfile]) -> dict[str, Any]:
             {"seed": s, "r2": d.r2, "r2_se": d.r2_se, "r2_body": d.r2_body}
             for s, d in enumerate(drawn)
         ],
-        "low": min(values),
-        "high": max(values),
+        "low": low,
+        "high": high,
         "mean": mean(values),
-        "outside": not min(values) <= b.r2 <= max(values),
+        "outside": b.r2 < low or b.r2 > high,
     }
 
 
@@ -162,4 +165,5 @@ def _fresh(model: nn.Module) -> nn.Module:
 
 
 def _range(values: Sequence[float]) -> float:
-    return max(values) - min(values)
+    numbers = known(values)
+    return max(numbers) - min(numbers) if numbers else math.nan

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.statistics import Sums, jackknife
+from howlinear.records.words import known
 from howlinear.report.results import Result
 from howlinear.run.work import Work
 
@@ -47,7 +48,9 @@ def estimate(
 
 
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    """Of the values that are numbers: a block with constant output has no R2."""
+    numbers = known(values)
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def profiled(

@@ -25,6 +25,8 @@ from howlinear.linear.affine import Affine
 from howlinear.linear.solving import solve
 from howlinear.records.statistics import ratio
 
+ROUNDING = 1e-24  # variance over squared mean: below, float64 sums of a constant
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Score:
@@ -92,7 +94,9 @@ class Score:
 
 def score(affine: Affine, moments: Accumulator) -> Score:
     """Scores of a map on the rows of an accumulator. O(d_in^2 d_out)."""
-    S_yy, mean_y, w = moments.S_yy, moments.mean_y, moments.weight
+    mean_y, w = moments.mean_y, moments.weight
+    rounding = ROUNDING * w * mean_y.square()  # what is left of a constant feature
+    S_yy = torch.where(moments.S_yy > rounding, moments.S_yy, 0.0)
     within = float(S_yy.sum())
     return Score(
         n=moments.n,

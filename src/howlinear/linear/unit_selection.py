@@ -45,8 +45,8 @@ def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Elimination:
     D = P @ S_y
     start = d - first  # the first column that is a unit
     alive = torch.ones(len(S) - start, dtype=torch.bool)
-    total = float(rows.S_yy.sum())
-    squares = max(total - float((D * S_y).sum()), 0.0)
+    total = float(rows.S_yy.sum()) or 1.0  # y that does not vary leaves nothing unexplained
+    squares = max(float(rows.S_yy.sum()) - float((D * S_y).sum()), 0.0)
     removed: list[int] = []
     unexplained = {len(alive): squares / total}
     while (left := int(alive.sum())) > 0:

@@ -3,11 +3,13 @@
     BlockProfile.from_dict(data)        # checked; ValueError names the field
     record.to_dict()
 
-`files` writes and reads the JSON. null stands for a float that is not finite.
+`files` writes and reads the JSON. null stands for a float that is not finite, and is
+read as NaN where a field must be a number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from typing import Any, Self
@@ -32,7 +34,9 @@ class Record:
                 raise ValueError(f"a block's {name} is {value!r:.60}, expected {annotation}")
             if name in COUNTS and value is not None and value < 0:
                 raise ValueError(f"a block's {name} is {value}, expected a count")
-        return cls(**{name: data[name] for name in present})
+        values = {name: data[name] for name in present}
+        empty = {n: math.nan for n, v in values.items() if v is None and present[n] == "float"}
+        return cls(**values | empty)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]

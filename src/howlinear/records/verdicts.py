@@ -15,6 +15,7 @@ HIGH_R2, LOW_R2 = 0.75, 0.4
 FIRST_SHARE = 0.5  # share of a block's variance that first positions carry
 
 KINDS = (
+    "constant",
     "broadly linear",
     "outlier-concentrated",
     "first-position only",
@@ -26,6 +27,8 @@ SAFETY = ("likely safe", "some cost", "costly", "sink", "unknown")
 
 def kind_of(r2: float, r2_body: float, median: float, first_share: float, rank_share: float) -> str:
     """One of KINDS. `median` is the median feature's R2, `rank_share` effective rank over width."""
+    if math.isnan(r2):  # no variance to explain: the map is exact
+        return "constant"
     if math.isnan(r2_body):  # every row is a first position
         r2_body = r2
     if first_share >= FIRST_SHARE and r2 - r2_body >= 0.2:
