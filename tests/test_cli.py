@@ -1,10 +1,13 @@
 """The command as a person meets it: separate processes, exit codes, one-line errors."""
 
+import errno
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,9 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from command import COMMAND, run
 from howlinear.cli.profile import check_room
+from howlinear.models import loading
+from howlinear.models.corpus import open_text
 from howlinear.models.families import Block
 from howlinear.profiling.needs import moments_bytes
 from howlinear.run import room
+from reports import planted_run
 
 SMALL = Path(__file__).parent / "models" / "llama"
 
@@ -143,6 +149,59 @@ def test_text_from_a_file_and_from_stdin(wikitext, tmp_path, here):
 def test_mistakes_are_one_line(minilm, tmp_path, complaint, flags, message):
     assert message in complaint("profile", minilm, "-o", tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("command", "way_out"),
+    [
+        (["profile", SMALL, "-o", "full/run"], "with -o"),
+        (["profile", SMALL, "--corpus", "a=text.txt", "-o", "full"], "with -o"),
+        (["control", "matched", SMALL, "--text-file", "text.txt", "-o", "full"], "with -o"),
+        (["control", "checkpoints", SMALL.parent, "--text-file", "text.txt", "-o", "full"], "-o"),
+        (["merge", "run", "run", "-o", "full"], "with -o"),
+        (["compare", "run", "run", "-o", "full.json"], "with -o"),
+        (["report", "run", "-o", "full.html"], "with -o"),
+        (["report", "run", "--figures", "full"], "with"),
+        (["swap", "run"], "No space left"),
+        (["probe", "run"], "No space left"),
+        (["compress", "run", "-o", "full"], "No space left"),
+        (["control", "random-init", "run"], "No space left"),
+    ],
+)
+def test_a_full_disk_is_found_before_the_work(command, way_out, tmp_path, complaint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text " * 9000)
+    text = ["text.txt", None, None, "train", "text"]
+    asked = {"model": str(SMALL), "revision": None, "dtype": "float32", "text": text}
+    corpus = {"name": "text", "fingerprint": open_text(*text).fingerprint()}
+    planted_run(tmp_path / "run", full=False, asked=asked, corpus=corpus)
+    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(tempfile, "TemporaryFile", no_space)
+    line = complaint(*command)
+    assert "cannot be written (No space left on device)" in line
+    assert way_out in line
+    assert not list(tmp_path.glob("full*"))
+
+
+def test_a_result_that_cannot_be_written_is_printed(little, tmp_path, here, monkeypatch):
+    run = shutil.copytree(little / "run", tmp_path / "run")
+    monkeypatch.setattr(tempfile, "mkstemp", no_space)
+    for command in (
+        ("swap", run, "--tokens", "200", "--units", "0"),
+        ("probe", run, "--kind", "where", "--blocks", "1", "--rows", "1000", "--tokens", "0"),
+        ("compare", run, little / "run", "-o", tmp_path / "compare.json"),
+    ):
+        done = here(*command, "--json")
+        assert done.returncode == 2
+        assert json.loads(done.stdout)["blocks"]
+        line = done.stderr.splitlines()[-1]
+        assert re.fullmatch(
+            r"howlinear: .*\.json cannot be written \(No space left on device\)", line
+        )
 
 
 def test_models_that_are_not_there(tmp_path, complaint):

@@ -14,8 +14,8 @@ from howlinear.run.folder import RunFolder
 @pytest.fixture
 def copied(little, tmp_path):
     """The same in a folder of the test's own."""
-    shutil.copytree(little / "run", tmp_path / "run")
-    return tmp_path / "run"
+    others = shutil.ignore_patterns("swap.json", "probe.json")
+    return shutil.copytree(little / "run", tmp_path / "run", ignore=others)
 
 
 def test_swap_prints_a_table_and_writes_a_file(little):

@@ -112,6 +112,7 @@ def test_baselines_go_by_the_swaps_that_the_run_has_measured(run, tmp_path):
     model = sharpened("llama")
     swaps = measure_swaps(model, folder, choose=CHOOSE, report=REPORT)
     swaps.save(folder)
+    measure_swaps(model, folder, choose=CHOOSE, report=REPORT[:9], at="0").save(folder)
     costs = {b.index: b.delta_nll_plain for b in swaps.blocks}
     _, result = squeezed(folder, at="0", units=0)
     (first,) = [p for p in result.curve if p.method == "swap" and len(p.chosen) == 1]

@@ -34,6 +34,34 @@ def test_each_kind_has_a_file_and_its_records(run):
         run.blocks("swap", BlockSwap)
 
 
+def test_results_of_other_settings_stay_in_the_file(run):
+    def swaps(tokens, *indices, nats=3.0, **more):
+        blocks = [reports.swap(i, delta_nll=tokens / 1000).to_dict() for i in indices]
+        base = {"nats": nats, "tokens": tokens}
+        return head("swap", settings={"tokens": tokens, **more}, base=base, blocks=blocks)
+
+    whole = swaps(100, 0, 1, 2)
+    run.add(whole)
+    assert run.read("swap") == whole
+    run.add(whole)  # the same again
+    assert run.read("swap") == whole
+    run.add(swaps(200, 1))
+    assert run.sets("swap") == [swaps(200, 1), whole]
+    assert {i: b.delta_nll for i, b in run.newest("swap", BlockSwap).items()} == {
+        0: 0.1,
+        1: 0.2,
+        2: 0.1,
+    }
+    assert run.alike(swaps(100, 2, batch_size=3, nats=3.0 + 1e-6)) == whole
+    assert run.alike(swaps(100, 2, nats=3.1)) is None  # other tokens
+    assert run.alike(swaps(100, 2) | {"model": MODEL | {"weights": "other"}}) is None
+    run.add(swaps(100, 1), whole)
+    assert run.sets("swap") == [swaps(100, 1), swaps(200, 1)]
+    run.write(whole | {"earlier": 3})
+    with pytest.raises(ValueError, match=r"swap\.json is damaged"):
+        run.add(whole)
+
+
 def test_safety_is_measured_where_there_is_a_swap_and_estimated_elsewhere(run):
     assert run.safety() == dict.fromkeys((0, 1, 2), "some cost")
     swaps = [reports.swap(1, delta_nll=0.0325), reports.swap(2, delta_nll=None)]

@@ -16,6 +16,8 @@ from howlinear.probing.probes import count, needs, probe
 from howlinear.probing.results import Probes, summarise
 from howlinear.records.fields import BlockProbe
 from howlinear.records.files import read_json
+from howlinear.report.runs import read_run
+from howlinear.run.folder import RunFolder
 from howlinear.swapping.swaps import measure_swaps
 from test_swap import drawn
 
@@ -123,12 +125,18 @@ def test_kinds_and_blocks_add_up_in_the_file(strong, tmp_path):
     assert first["quantised"] is None
     assert second["quantised"]["swap"]
     assert second["linear"]["swap"]
-    again("where", "1")  # no costs asked for: those of other tokens are not kept beside it
-    assert "swap" not in written()[1]["quantised"]
-    assert "int4" in written()[1]["quantised"]
+    costed = written()
+    again("where", "1")  # no costs asked for: another set
+    assert [b["index"] for b in written()] == [1]
+    assert "swap" not in written()[0]["linear"]
     again("where", "1", how={"seed": 5})  # other rows may be drawn: not to be mixed
-    (only,) = written()
-    assert only["quantised"] is None
+    sets = RunFolder(tmp_path).sets("probe")
+    assert [s["settings"]["seed"] for s in sets] == [5, 0, 0]
+    assert sets[2]["blocks"] == costed
+    run = read_run(tmp_path)
+    assert run.probes.keys() == {0, 1}
+    assert run.probes[1].quantised == costed[1]["quantised"]
+    assert len(run.left_out) == 2
     profile(model, drawn(model, 600, 0), batch_size=64).save(tmp_path)
     assert (tmp_path / "probe.json").exists()  # the same profile again
     other = profile(model, drawn(model, 600, 1), batch_size=64)
@@ -217,13 +225,28 @@ def test_the_summary_correlates_over_blocks():
         '{"kind": "probe", "schema": 1}',
         '{"kind": "probe", "schema": 1, "settings": {"rows": {}, "seed": 0}, "blocks": 3}',
         '{"kind": "probe", "schema": 1, "settings": {"rows": {}, "seed": 0}, "blocks": [3]}',
-        '{"kind": "probe", "schema": 1, "settings": [], "blocks": []}',
+        '{"kind": "probe", "schema": 1, "settings": [3], "blocks": []}',
     ],
 )
-def test_a_file_that_is_not_ours_is_replaced_not_read(tmp_path, content):
+def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path, content):
     (tmp_path / "probe.json").write_text(content)
-    Probes([], {}, None, {"rows": {}, "seed": 0}, []).save(tmp_path)
-    assert read_json(tmp_path / "probe.json", "probe")["blocks"] == []
+    with pytest.raises(ValueError, match=r"probe\.json"):
+        Probes([], {}, None, {"rows": {}, "seed": 0}, []).save(tmp_path)
+    assert (tmp_path / "probe.json").read_text() == content
+
+
+def test_a_probe_of_another_rank_does_not_replace_the_first(tmp_path):
+    def save(**found):
+        record = BlockProbe(0, "a", 0.5, 0.5, {}, where={"tokens": []}, bilinear=found)
+        Probes([record], {}, None, {"rows": {}, "seed": 0}, []).save(tmp_path)
+
+    save(gain=0.1, rank=4)
+    save(gain=0.2, rank=8)
+    save(gain=0.3, rank=8)
+    newest, earlier = RunFolder(tmp_path).sets("probe")
+    assert newest["blocks"][0]["bilinear"] == {"gain": 0.3, "rank": 8}
+    assert earlier["blocks"][0]["bilinear"] == {"gain": 0.1, "rank": 4}
+    assert earlier["blocks"][0]["where"] is None
 
 
 def test_odd_numbers_in_a_file_do_not_get_into_the_summary(tmp_path):

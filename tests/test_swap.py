@@ -1,6 +1,7 @@
 """From a run to what swaps cost: units chosen on one text, costs measured on another."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from howlinear.models.recording import Recording
 from howlinear.records.fields import BlockSwap
 from howlinear.records.files import read_json
 from howlinear.records.verdicts import SAFETY
+from howlinear.report.runs import read_run
 from howlinear.run.folder import RunFolder
+from howlinear.run.work import Work
 from howlinear.swapping.maps import weighted_moments
 from howlinear.swapping.swaps import measure_swaps, multiply_adds, smallest_good
 from test_units import planted, rows_of
@@ -120,6 +123,34 @@ def test_the_file_says_everything_and_reads_back(sunk, measured):
     assert len(costs) < 8
     assert data["signals"]["1 - r2"]["value"] is None
     assert set(data["signals"]) >= {"stream_error", "swap_signal", "1 - r2_body"}
+
+
+def test_blocks_add_up_in_the_file_with_their_settings(sunk, tmp_path):
+    model, _, folder = sunk
+    shutil.copytree(folder, tmp_path / "run")
+    run, windows = RunFolder(tmp_path / "run"), drawn(model, 20, 1)
+    run.path("swap").unlink(missing_ok=True)
+
+    def measured(report=windows, **options):
+        result = measure_swaps(model, run.folder, choose=windows, report=report, units=0, **options)
+        result.save(run.folder)
+        return result
+
+    whole = measured()
+    run.path("swap").unlink()
+    measured(at="0")
+    measured(at="1-2", work=Work(batch_size=3))
+    assert [b["index"] for b in run.read("swap")["blocks"]] == [0, 1, 2]
+    assert run.read("swap")["signals"].keys() == whole.signals.keys()
+    few = measured(drawn(model, 10, 1), at="1")
+    newest, earlier = run.sets("swap")
+    assert newest["settings"]["tokens"] == few.base.tokens
+    assert [b["index"] for b in earlier["blocks"]] == [0, 1, 2]
+    costs = {i: b.delta_nll for i, b in run.newest("swap", BlockSwap).items()}
+    assert costs[1] == few.blocks[0].delta_nll
+    assert costs[2] == pytest.approx(whole.blocks[2].delta_nll, abs=1e-5)
+    (note,) = read_run(run.folder).left_out
+    assert note.startswith("swap of blocks 0,2 with other settings: protocol windows-8, units 0")
 
 
 def test_the_file_says_why_a_model_could_not_be_resumed(sunk, monkeypatch, tmp_path):

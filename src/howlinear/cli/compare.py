@@ -23,11 +23,12 @@ def compare(
     from howlinear.profiling import comparing
     from howlinear.records import files
 
+    if out is not None:
+        files.check_file(out)
     result = comparing.compare_runs(runs)
     result.about.update(made_by())
-    if out is not None:
-        files.write_json(out, result.to_dict())
-    show(result, show_comparison, out, as_json)
+    write = (lambda: files.write_json(out, result.to_dict())) if out else (lambda: None)
+    show(result, show_comparison, out, as_json, write)
 
 
 # -- tables

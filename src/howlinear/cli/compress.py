@@ -13,6 +13,7 @@ from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockCompression
+from howlinear.records.files import check_writable
 from howlinear.records.words import number, perplexity, signed
 from howlinear.run import room
 
@@ -77,22 +78,28 @@ def compress(
     source = RunSource(run, model, text_file)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
     settings = _settings(rank, keep_units, curve, export)
+    source.folder.check_addable("plan", "compress")
     if out is not None:
         check_free(out)
+        check_writable(out / "config.json", "name another folder with -o")
     elif not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
     if not dry_run:
         check_exportable(net, export, add_biases)
     result, report = _compressed(source, tokens, amount, settings | {"baselines": baselines})
-    where = run / "compress.json"
-    if out is not None and not dry_run:
-        say(f"writing {out}")
-        write_export(net, source.tokenizer, result, out, export, source.model, report, add_biases)
-        where = out
-    source.folder.write(result.plan_dict())
-    source.folder.write(result.to_dict())
-    show(result, show_compression, where, as_json)
+    exported = None if dry_run else out
+
+    def write() -> None:
+        source.folder.add(result.plan_dict())
+        source.folder.add(result.to_dict())
+        if exported is not None:
+            say(f"writing {exported}")
+            place = source.model
+            write_export(net, source.tokenizer, result, exported, export, place, report, add_biases)
+            source.folder.add(result.to_dict())
+
+    show(result, show_compression, exported or run / "compress.json", as_json, write)
 
 
 def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:

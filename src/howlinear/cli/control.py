@@ -74,12 +74,13 @@ def random_init(
     from howlinear.controls.random_init import random_init as measure
 
     subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
+    folder = subject.folder("control-random-init", out)
     net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
         options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
         result = measure(net, ids, trained=subject.trained(blocks), **options)
-    subject.write(result, show_random_init, net, out, as_json)
+    subject.write(result, show_random_init, net, folder, as_json)
 
 
 @control.command()
@@ -105,12 +106,13 @@ def matched(
     from howlinear.controls.matched import memory
 
     subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
+    folder = subject.folder("control-matched", out)
     net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
     _check_sums(memory(blocks_of(net, blocks), subject.folds), "measure fewer --blocks at a time")
     with progress_bars() as begin:
         work = subject.work(batch_size, begin)
         result = measure(net, ids, at=blocks, folds=subject.folds, seed=seed, work=work)
-    subject.write(result, show_matched, net, out, as_json)
+    subject.write(result, show_matched, net, folder, as_json)
 
 
 @control.command("cross-feed")
@@ -136,6 +138,7 @@ def cross_feed(
     from howlinear.models import loading
 
     a, b = (_Subject(m, text_file, tokens, max_length, folds) for m in (model_a, model_b))
+    folder = a.folder("control-cross-feed", out)
     loader = Loader(device, trust_remote_code, allow_pickle)
     net_a, ids_a = a.load_decoder(loader)
     b.read_text_of(a, ids_a.shape[1])
@@ -147,7 +150,7 @@ def cross_feed(
         options: dict[str, Any] = {"folds": a.folds, "work": a.work(batch_size, begin)}
         result = measure(net_a, net_b, ids_a, ids_b, pairs=pairs, **options)
     result.about["model_b"] = loading.describe(net_b, b.name, b.revision)
-    a.write(result, show_cross_feed, net_a, out, as_json)
+    a.write(result, show_cross_feed, net_a, folder, as_json)
 
 
 @control.command()
@@ -175,16 +178,25 @@ def checkpoints(
     text = subject.text.fingerprint()
     settings: dict[str, Any] = {"model": absolute(model), "text": text, "tokens": tokens}
     settings |= {"max_length": max_length, "folds": folds, "blocks": blocks}
-    folder = RunFolder(out) if out else _folder(model)
+    folder = subject.folder(TRAINING, out)
     result = subject.ranks.share(read_training(folder, settings))
     loader = Loader(device, trust_remote_code, allow_pickle)
     for label, (subject.name, subject.revision) in stages.items():
         if _add_checkpoint(result, subject, label, loader, blocks, batch_size):
             result.sort(list(stages))
             if subject.ranks.rank == 0:
-                folder.write(result.to_dict())
+                _write_training(folder, result, as_json)
     show(result, show_training, folder.path(TRAINING), as_json)
     subject.ranks.stop()
+
+
+def _write_training(folder: RunFolder, result: Any, as_json: bool) -> None:
+    """Write the checkpoints measured so far; print them if that fails."""
+    try:
+        folder.write(result.to_dict())
+    except OSError:
+        show(result, show_training, None, as_json)
+        raise
 
 
 def _add_checkpoint(
@@ -298,10 +310,17 @@ class _Subject:
 
         return Profile.load(self.source.folder.folder)
 
+    def folder(self, kind: str, out: Path | None) -> RunFolder:
+        """Where the result goes: `out`, or beside the run; refused if it cannot be written there."""
+        beside = self.source.folder if self.source else _folder(self.name)
+        folder = RunFolder(out) if out else beside
+        folder.check_addable(kind, way_out="name another folder with -o")
+        return folder
+
     def write(
-        self, result: Any, show_table: Any, net: Any, out: Path | None, as_json: bool
+        self, result: Any, show_table: Any, net: Any, folder: RunFolder, as_json: bool
     ) -> None:
-        """Write the result beside the run, and print it."""
+        """Write the result and print it."""
         from howlinear.models import loading
 
         self.ranks.stop()
@@ -312,9 +331,8 @@ class _Subject:
             corpus=self.corpus(),
             **made_by(),
         )
-        folder = self.source.folder if self.source else _folder(self.name)
-        folder = RunFolder(out) if out else folder
-        show(result, show_table, folder.write(result.to_dict()), as_json)
+        data = result.to_dict()
+        show(result, show_table, folder.path(data["kind"]), as_json, lambda: folder.add(data))
 
 
 def _folder(model: str | None) -> RunFolder:

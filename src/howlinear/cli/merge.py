@@ -10,6 +10,7 @@ from typer import Argument, Option
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, progress_bars, show
 from howlinear.cli.profile_table import show_profile
+from howlinear.run import room
 
 
 def merge(
@@ -24,9 +25,12 @@ def merge(
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
         raise ValueError(f"{out} is not empty: name another folder with -o, or pass --overwrite")
     from howlinear.profiling.merging import merge_runs
+    from howlinear.records.files import check_writable
 
+    check_writable(out / "profile.json", "name another folder with -o")
+    needed = sum(path.stat().st_size for path in runs[0].rglob("*.safetensors"))
+    room.check_disk(needed, "the sum needs", out, "name another place with -o")
     with progress_bars() as begin:
         result = merge_runs(runs, out, begin("solving", 0), overwrite=overwrite)
     result.about.update(made_by())
-    result.save(out)
-    show(result, show_profile, out, as_json)
+    show(result, show_profile, out, as_json, lambda: result.save(out))

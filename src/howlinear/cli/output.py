@@ -30,10 +30,28 @@ Progress = Callable[[str, int], Advance]  # as in `run.work`, which needs torch
 # -- stdout
 
 
-def show(result: Any, show_table: Callable[..., None], where: Path | None, as_json: bool) -> None:
-    """Print the result as one JSON document, or as a table and where its file is."""
+def show(
+    result: Any,
+    show_table: Callable[..., None],
+    where: Path | None,
+    as_json: bool,
+    write: Callable[[], Any] = lambda: None,
+) -> None:
+    """Write the result and print it: as one JSON document, or as a table and where its file is.
+
+    It is also printed if it cannot be written, before the error.
+    """
     if follows():
         return
+    try:
+        write()
+    except BaseException:
+        _print(result, show_table, None, as_json)
+        raise
+    _print(result, show_table, where, as_json)
+
+
+def _print(result: Any, show_table: Callable[..., None], where: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
         return

@@ -70,6 +70,7 @@ def probe(
     from howlinear.probing import probes
 
     source = RunSource(run, model, text_file)
+    source.folder.check_addable("probe")
     kinds = probes.KINDS if kind == "all" else tuple(name.strip() for name in kind.split(","))
     settings = probes.ProbeSettings(kinds, rank=rank, solver=solver, seeds=seeds, seed=seed)
     net = source.load(Loader("cpu", trust_remote_code, allow_pickle))
@@ -92,7 +93,8 @@ def probe(
     )
     with progress_bars() as begin:
         result = probes.probe(net, run, **windows, settings=settings, at=blocks, progress=begin)
-    show(result, show_probes, run / "probe.json", as_json)
+    where = source.folder.path("probe")
+    show(result, show_probes, where, as_json, lambda: result.save(run))
 
 
 def _check_rows(net: Any, blocks: list[Any], counts: list[int]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -208,14 +208,16 @@ def _profile_texts(
                 result = None if follows() else _read(folder, request)
                 continue
             ids = corpus.windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
-            result = _profile_text(net, at, ids, about, folder, saving, ranks)
-        if request["shard"][1] > 1:
-            show(result, show_shard, folder, as_json)
-        elif not several:
-            show(result, show_profile, folder, as_json)
+            result = _profile_text(net, at, ids, about, folder, saving, ranks, as_json)
+        if not several or request["shard"][1] > 1:
+            show(result, _table(request), folder, as_json)
         elif ranks.rank == 0:
             _show_several(list(texts), out, as_json)
     ranks.stop()
+
+
+def _table(request: Request) -> Callable[..., None]:
+    return show_shard if request["shard"][1] > 1 else show_profile
 
 
 def _show_several(folders: list[Path], out: Path, as_json: bool) -> None:
@@ -246,9 +248,16 @@ def _read(folder: Path, request: Request) -> Any:
 
 
 def _profile_text(
-    net: Any, at: Any, ids: Any, about: dict[str, Any], folder: Path, saving: Any, ranks: Any
+    net: Any,
+    at: Any,
+    ids: Any,
+    about: dict[str, Any],
+    folder: Path,
+    saving: dict[str, Any],
+    ranks: Any,
+    as_json: bool,
 ) -> Any:
-    """Measure one text and write a run, or a shard of one."""
+    """Measure one text and write a run, or a shard of one; what cannot be written is printed."""
     from howlinear.profiling.gathering import Scope
     from howlinear.profiling.passes import Course
     from howlinear.run.saving import Saves
@@ -274,9 +283,18 @@ def _profile_text(
     result.settings.update(window=ids.shape[1], bos=_bos(request), batch_size=request["batch_size"])
     result.about.update(about)
     if ranks.rank == 0:
-        result.save(folder)
+        _save(result, folder, _table(request), as_json)
     saves.close()
     return result
+
+
+def _save(result: Any, folder: Path, show_table: Callable[..., None], as_json: bool) -> None:
+    """Write the run, or print it if that fails: the same command again has only this left to do."""
+    try:
+        result.save(folder)
+    except OSError:
+        show(result, show_table, None, as_json)
+        raise
 
 
 def _check_same(ranks: Any, values: tuple[Any, ...]) -> None:

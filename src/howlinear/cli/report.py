@@ -33,15 +33,14 @@ def report(
     """Write one page: figures, a verdict for every block, and how it was measured."""
     from howlinear.records import files
     from howlinear.report import draw, page, read_runs
-    from howlinear.report.files import write_figures
+    from howlinear.report.files import check_folder, write_figures
 
     results = read_runs(runs)
-    drawings = draw(results)
     out = runs[0] / "report.html" if out is None else out
-    if out.is_dir():
-        raise ValueError(f"{out} is a folder: name a file with -o, such as {out / 'report.html'}")
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent}: make it, or name another place with -o")
+    files.check_file(out)
+    if figures is not None:
+        check_folder(figures)
+    drawings = draw(results)
     with files.atomic(out) as temporary:
         temporary.write_text(page(results, drawings), encoding="utf-8")
     written = write_figures(drawings, figures) if figures is not None else []

@@ -68,6 +68,8 @@ def swap(
 
     source = RunSource(run, model, text_file)
     EvalProtocol.parse(protocol)  # refused before the model is loaded
+    kind = "swap" if experts is None else "swap-experts"
+    source.folder.check_addable(kind)
     ranks = Ranks.start()
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
     cut = source.protocol(protocol)
@@ -85,10 +87,8 @@ def swap(
             result = measure_swaps(net, run, choose=choose, fit=fit, at=blocks, **common)
     result = replace(result, base=result.base and replace(result.base, n_bytes=n_bytes))
     result.about.update(source.about("choose", "report"))
-    if ranks.rank == 0:
-        result.save(run)
     show_table = show_swaps if experts is None else show_expert_swaps
-    show(result, show_table, run / f"{result.to_dict()['kind']}.json", as_json)
+    show(result, show_table, source.folder.path(kind), as_json, lambda: result.save(run))
     ranks.stop()
 
 

@@ -13,7 +13,7 @@ from howlinear.losses.sweeps import Variant
 from howlinear.models.families import Block, Replacement
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockSwap
-from howlinear.run.folder import RunFolder
+from howlinear.run.folder import RunFolder, records_of
 
 
 def baselines(
@@ -45,15 +45,16 @@ def _swap_costs(
 ) -> dict[str, dict[Block, float]]:
     """What replacing each block alone by plain least squares, or removing it, costs.
 
-    From swap.json if it has all blocks: measured on the text reported on, which favours the
-    baselines. Otherwise KL, which needs fewer tokens, on the text for choosing.
+    From swap.json if it has all blocks with the same settings: measured on the text reported on,
+    which favours the baselines. Otherwise KL, which needs fewer tokens, on the text for choosing.
     """
-    with suppress(ValueError, KeyError, TypeError):  # no file, a block without costs
-        swaps: dict[int, Any] = folder.blocks("swap", BlockSwap)
-        return {
-            "swap": {b: float(swaps[b.index].delta_nll_plain) for b in linear},
-            "zero": {b: float(swaps[b.index].delta_nll_zero) for b in linear},
-        }
+    for each in folder.sets("swap"):
+        with suppress(ValueError, KeyError, TypeError):  # a block without costs
+            swaps: dict[int, Any] = records_of(folder.path("swap"), each, BlockSwap)
+            return {
+                "swap": {b: float(swaps[b.index].delta_nll_plain) for b in linear},
+                "zero": {b: float(swaps[b.index].delta_nll_zero) for b in linear},
+            }
     variants: list[Variant] = [*linear.items(), *((b, _zero(b)) for b in linear)]
     costs = iter(losses.alone("measuring baselines", variants))
     return {method: {b: next(costs).kl for b in linear} for method in ("swap", "zero")}

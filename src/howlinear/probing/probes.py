@@ -11,6 +11,7 @@ beside that of the affine map, on the same tokens. `kinds` has the table of prob
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from howlinear.run.folder import RunFolder
 from howlinear.run.work import Progress, Work
 from howlinear.swapping.maps import RunMaps, match
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["KINDS", "ProbeSettings", "Probes", "count", "needs", "probe", "windows_of"]
 
 
@@ -58,10 +61,12 @@ def probe(
 
     `fit` are windows of the run's text, `choose` and `report` of text that it never read; `predict`
     are the tokens on which costs of swaps are measured (None: no costs), `heal_on` windows to
-    fine-tune on. As many blocks as `settings.memory` bytes hold are read in one pass.
+    fine-tune on. As many blocks as `settings.memory` bytes hold are read in one pass. If a write
+    fails on the way, a warning says so; the result has everything and can be saved elsewhere.
     """
     settings, work = settings or ProbeSettings(), Work(progress=progress)
     run = Profile.load(folder)
+    RunFolder(folder).check_addable("probe")
     at_blocks = [b for b, _ in match(model, run, at)]
     texts = [w if isinstance(w, Tensor | Windows) else list(w) for w in (fit, choose, report)]
     sizes = dict(zip(("fit", "choose", "report"), map(count, texts), strict=True))
@@ -78,13 +83,20 @@ def probe(
             with evaluating(model):
                 record, result.layers[block.index] = _probe_block(subject, work)
             result.blocks.append(record)
-            result.save(folder)
+            _save(result, folder)
         if predict is not None:
             result = _with_costs(model, result, group, predict, settings, work)
         if not settings.keep_layers:
             result.layers.clear()
-    result.save(folder)
+    _save(result, folder)
     return result
+
+
+def _save(result: Probes, folder: str | Path) -> None:
+    try:
+        result.save(folder)
+    except OSError as err:
+        logger.warning("%s", err)
 
 
 def _probe_block(subject: Subject, work: Work) -> tuple[BlockProbe, dict[str, Layers]]:
@@ -144,7 +156,7 @@ def _predicted(
 def _swap_map(model: nn.Module, folder: Path, run: Profile, block: Block) -> Affine | UnitMap:
     """Least squares with the hidden units that `howlinear swap` kept, if it measured the block."""
     try:
-        swaps = RunFolder(folder).blocks("swap", BlockSwap)
+        swaps = RunFolder(folder).newest("swap", BlockSwap)
     except (ValueError, KeyError, TypeError):
         swaps = {}
     maps = RunMaps(model, folder, run)

@@ -11,6 +11,7 @@ from typing import Any
 from howlinear.losses.perplexity import Loss
 from howlinear.probing.kinds import KINDS, Layers
 from howlinear.records.fields import BlockProbe
+from howlinear.records.files import blocks_of
 from howlinear.records.statistics import over_blocks, pearson, spearman
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
@@ -46,50 +47,37 @@ class Probes(Result):
         return f"{len(self.blocks)} blocks; {', '.join(made)}"
 
     def save(self, folder: str | Path) -> None:
-        """Write probe.json. Probes of other kinds or blocks on the same rows stay in it."""
-        by_index, base = _read(RunFolder(folder), self.settings)
-        for block in self.blocks:
-            old = by_index.get(block.index)
-            kept = {} if old is None else {k: v for k in KINDS if (v := getattr(old, k))}
-            new = {k: v for k in KINDS if (v := getattr(block, k)) is not None}
-            linear = block.linear if old is None else old.linear | block.linear
-            by_index[block.index] = replace(block, linear=linear, **(kept | new))
-        data = replace(self, blocks=[by_index[i] for i in sorted(by_index)]).to_dict()
-        RunFolder(folder).write(data | {"base": data["base"] or base})
+        """Write probe.json. Probes of other kinds and blocks on the same rows stay beside these."""
+        run, data = RunFolder(folder), self.to_dict()
+        before = run.alike(data)
+        if before is None:
+            run.add(data)
+            return
+        old = {b.index: b for b in blocks_of(run.path("probe"), before, BlockProbe)}
+        whole = old | {b.index: b.beside(old.get(b.index)) for b in self.blocks}
+        left = [part for b in self.blocks if (part := _replaced(old.get(b.index), b))]
+        data = replace(self, blocks=[whole[i] for i in sorted(whole)]).to_dict()
+        data["base"] = data["base"] or before.get("base")
+        other = [before | {"blocks": [b.to_dict() for b in left]}] if left else []
+        run.add(data, before, other)
 
 
-def _read(run: RunFolder, settings: dict[str, Any]) -> tuple[dict[int, BlockProbe], Any]:
-    """Probes that probe.json has of the same rows, by block index, and its base.
-
-    Costs on other tokens are left out. A file that cannot be read counts as empty.
-    """
-    try:
-        data = run.read("probe")
-        before, blocks = data["settings"], [BlockProbe.from_dict(b) for b in data["blocks"]]
-        if any(before[name] != settings.get(name) for name in ("rows", "seed")):
-            return {}, None
-        base = data["base"]
-        if any(before[name] != settings.get(name) for name in ("predicted", "protocol")):
-            blocks, base = [_without_costs(b) for b in blocks], None
-    except (ValueError, KeyError, TypeError):
-        return {}, None
-    return {b.index: b for b in blocks}, base
-
-
-def _without_costs(block: BlockProbe) -> BlockProbe:
-    kinds: dict[str, Any] = {
-        kind: {name: value for name, value in record.items() if name != "swap"}
-        for kind in ("linear", *KINDS)
-        if (record := getattr(block, kind)) is not None
-    }
-    return replace(block, **kinds)
+def _replaced(old: BlockProbe | None, new: BlockProbe) -> BlockProbe | None:
+    """The kinds of `old` that `new` replaces by ones of another rank, solver or number of starts."""
+    if old is None:
+        return None
+    pairs = {k: (getattr(old, k) or {}, getattr(new, k) or {}) for k in KINDS}
+    measured = {k: pair for k, pair in pairs.items() if all(pair) and "skipped" not in pair[0]}
+    differ = {k for k, (before, now) in measured.items() if _way(before) != _way(now)}
+    others: dict[str, Any] = {k: None for k in KINDS if k not in differ}
+    return replace(old, **others) if differ else None
 
 
 def summarise(blocks: Sequence[BlockProbe]) -> dict[str, Any]:
     """Over blocks: do the gain of products and the error of rounding correlate with 1 - R2?"""
-    ways = [_way(b) for b in blocks if b.bilinear and "gain" in b.bilinear]
+    ways = [_way(b.bilinear) for b in blocks if b.bilinear and "gain" in b.bilinear]
     usual = max(ways, key=ways.count, default=None)  # ranks and solvers are not mixed
-    gains = [(b.bilinear["gain"], b.r2) for b in blocks if b.bilinear and _way(b) == usual]
+    gains = [(b.bilinear["gain"], b.r2) for b in blocks if b.bilinear and _way(b.bilinear) == usual]
     rounded = [
         (b.quantised["int4"].get("error"), b.r2)
         for b in blocks
@@ -111,7 +99,7 @@ def summarise(blocks: Sequence[BlockProbe]) -> dict[str, Any]:
     return summary
 
 
-def _way(block: BlockProbe) -> tuple[Any, Any]:
-    """Rank and solver of the bilinear probe."""
-    record = block.bilinear or {}
-    return record.get("rank"), record.get("solver")
+def _way(record: dict[str, Any]) -> tuple[Any, ...]:
+    """How a layer was fitted: its rank, the solver and the number of random starts."""
+    seeds = record.get("seeds")
+    return record.get("rank"), record.get("solver"), len(seeds) if isinstance(seeds, list) else None

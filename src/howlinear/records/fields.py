@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from typing import Any, Self
 
 TYPES: dict[str, Any] = {"int": int, "float": int | float, "str": str, "dict": dict, "list": list}
@@ -192,6 +192,14 @@ class BlockProbe(Record):
     where: dict[str, Any] | None = None
     quantised: dict[str, Any] | None = None
     healing: dict[str, Any] | None = None
+
+    def beside(self, older: BlockProbe | None) -> BlockProbe:
+        """This record, with the kinds that only an older one of the block has."""
+        if older is None:
+            return self
+        kinds = [f.name for f in fields(self) if f.default is None]
+        added = {kind: getattr(older, kind) for kind in kinds if getattr(self, kind) is None}
+        return replace(self, linear=older.linear | self.linear, **added)
 
 
 @dataclass(frozen=True)

@@ -112,10 +112,48 @@ def one_line(err: Exception) -> str:
     return str(err).splitlines()[0] if str(err) else type(err).__name__
 
 
+def check_writable(path: str | Path, way_out: str = "") -> None:
+    """Refuse, before the work, a file that cannot be written there.
+
+    A megabyte is written without a name to the nearest folder that exists: a full disk, a quota and
+    missing permissions all show.
+    """
+    path = Path(path)
+    try:
+        folder = next(p for p in path.absolute().parents if p.exists())
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as err:
+        reason = f"{path} cannot be written ({err.strerror or err})"
+        raise ValueError(f"{reason}: {way_out}" if way_out else reason) from None
+
+
+def check_file(path: Path) -> None:
+    """Refuse, before the work, a file named with -o that cannot be written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file with -o")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"there is no folder {path.parent}: make it, or name another place with -o"
+        )
+    check_writable(path, "name another place with -o")
+
+
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """A temporary file that replaces `path` if the `with` block succeeds, and is removed otherwise."""
     path = Path(path)
+    try:
+        with _replacing(path) as temporary:
+            yield temporary
+    except OSError as err:
+        raise OSError(f"{path} cannot be written ({err.strerror or err})") from err
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)

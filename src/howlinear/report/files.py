@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from howlinear.records.files import atomic
+from howlinear.records.files import atomic, check_writable
 from howlinear.records.words import escaped, finite
 from howlinear.report.canvas import Canvas
 from howlinear.report.figure import Figure
@@ -30,8 +30,7 @@ CONVERTER = b"""#set document(title: sys.inputs.title, date: none)
 def write_figures(figures: Iterable[Figure], folder: str | Path) -> list[Path]:
     """Writes every figure in every format there is; returns the paths."""
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder with --figures")
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     kinds = CONVERTED if find_spec("typst") else ()
     written = []
@@ -48,6 +47,13 @@ def write_figures(figures: Iterable[Figure], folder: str | Path) -> list[Path]:
                 with atomic(written[-1]) as temporary:
                     temporary.write_bytes(content)
     return written
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that figures cannot be written to."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder with --figures")
+    check_writable(folder / "figures", "name another folder with --figures")
 
 
 def drawings(figure: Figure) -> dict[str, Canvas]:

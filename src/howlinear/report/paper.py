@@ -185,13 +185,12 @@ def _departures(
 
 def _swap_costs(run: RunFolder, notes: list[str]) -> Values:
     """Perplexity that plain least squares adds, where it was measured in the paper's windows."""
-    if not run.has("swap"):
+    sets = run.sets("swap")
+    alike = [data for data in sets if _dict(data.get("settings")).get("protocol") == CUT]
+    if not alike:
+        notes += [f"swap.json is left out: its protocol is not {CUT}"] if sets else []
         return {}
-    data = run.read("swap")
-    settings, base = _dict(data.get("settings")), _dict(data.get("base"))
-    if settings.get("protocol") != CUT:
-        notes.append(f"swap.json is left out: its protocol is not {CUT}")
-        return {}
+    data, base = alike[0], _dict(alike[0].get("base"))
     if base.get("tokens") != PREDICTED:
         tokens = f"{base.get('tokens')!s:.20} tokens, the paper's on about {PREDICTED}"
         notes.append(f"dPPL is measured on {tokens} (`howlinear swap RUN --tokens {PREDICTED}`)")
@@ -201,15 +200,18 @@ def _swap_costs(run: RunFolder, notes: list[str]) -> Values:
 
 def _gains(run: RunFolder, blocks: list[BlockProfile], notes: list[str]) -> Values:
     """Gains of the bilinear probe, as shares of the variance around one scalar mean."""
-    if not run.has("probe"):
+    if not (sets := run.sets("probe")):
         return {}
-    probes = {index: b.bilinear for index, b in run.blocks("probe", BlockProbe).items()}
+    probes: dict[int, dict[str, Any]] = {}
+    for data in reversed(sets):  # the newest counts
+        for index, record in records_of(run.path("probe"), data, BlockProbe).items():
+            found = record.bilinear or {}
+            if (found.get("solver"), found.get("rank")) == ("paper", RANK):
+                probes[index] = found
     gains: Values = {}
     for b in blocks:
         probe = probes.get(b.index) or {}
         gain, r2, scalar = (_number(v) for v in (probe.get("gain"), b.r2, b.r2_scalar))
-        if (probe.get("solver"), probe.get("rank")) != ("paper", RANK):
-            continue
         if gain is not None and r2 is not None and scalar is not None and r2 < 1:
             gains[b.index] = gain * (1 - scalar) / (1 - r2)
     if not gains:

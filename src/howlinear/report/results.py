@@ -39,8 +39,8 @@ class Result:
         return content
 
     def save(self, folder: str | Path) -> None:
-        """Write the file in a run folder."""
-        RunFolder(folder).write(self.to_dict())
+        """Write the file in a run folder; what it holds of other settings stays in it."""
+        RunFolder(folder).add(self.to_dict())
 
     def _runs(self) -> list[tuple[str, Sequence[BlockProfile]]]:
         """Profiles that a notebook draws, by name."""

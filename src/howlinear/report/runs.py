@@ -17,7 +17,7 @@ from typing import Any
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
 from howlinear.records.words import finite, ranges, short_names
-from howlinear.run.folder import RunFolder, records_of
+from howlinear.run.folder import COURSE, RunFolder, records_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Run:
     probes: dict[int, BlockProbe] = field(default_factory=dict)
     compress: dict[str, Any] = field(default_factory=dict)
     untrained: dict[int, tuple[float, float]] = field(default_factory=dict)  # lowest, highest R2
-    left_out: list[str] = field(default_factory=list)  # notes on what the page does not show
+    left_out: list[str] = field(default_factory=list)  # notes on what is left out or differs
     training: list[dict[str, Any]] = field(default_factory=list)  # rows of a monitor's log
 
     def fact(self, *keys: str) -> Any:
@@ -78,18 +78,18 @@ def read_run(folder: str | Path) -> Run:
         if run.has(kind)
     }
     untrained = listed(files.get("control-random-init"), "blocks")
-    probes = run.blocks("probe", BlockProbe) if "probe" in files else {}
+    probes = _probes(run)
     return Run(
         run.folder.absolute().name,
         about=about,
         blocks=blocks,
         swap=files.get("swap", {}),
-        swaps=run.blocks("swap", BlockSwap) if "swap" in files else {},
+        swaps=run.newest("swap", BlockSwap),
         probe=files.get("probe", {}),
         probes={i: p for i, p in probes.items() if finite(p.r2) is not None},
         compress=files.get("compress", {}),
         untrained=_ranges(untrained),
-        left_out=left_out,
+        left_out=left_out + _other_settings(run, "swap") + _other_settings(run, "probe"),
         training=run.training(),
     )
 
@@ -102,6 +102,32 @@ def _with_r2(path: Path, about: dict[str, Any]) -> tuple[list[BlockProfile], lis
         raise ValueError(f"{path} has no R2 of any block: do their outputs vary?")
     note = [f"blocks without R2 are left out: {ranges(missing)}"] if missing else []
     return [b for i, b in blocks.items() if i not in missing], note
+
+
+def _probes(run: RunFolder) -> dict[int, BlockProbe]:
+    """The newest probe of each kind, by block index in depth order."""
+    probes: dict[int, BlockProbe] = {}
+    for each in run.sets("probe"):
+        for index, older in records_of(run.path("probe"), each, BlockProbe).items():
+            probes[index] = probes[index].beside(older) if index in probes else older
+    return dict(sorted(probes.items()))
+
+
+def _other_settings(run: RunFolder, kind: str) -> list[str]:
+    """Notes on blocks that were measured with other settings than the newest result."""
+    newest, *earlier = run.sets(kind) or [{}]
+    seen = {b.get("index") for b in listed(newest, "blocks")}
+    notes = []
+    for each in earlier:
+        indices = {b.get("index") for b in listed(each, "blocks")}
+        shown = indices if kind == "probe" else indices - seen
+        settings = each.get("settings")
+        if shown and isinstance(settings, dict):
+            described = ", ".join(f"{k} {v}" for k, v in settings.items() if k not in COURSE)
+            blocks = ranges(sorted(i for i in shown if isinstance(i, int)))
+            notes.append(f"{kind} of blocks {blocks} with other settings: {described}")
+        seen |= indices
+    return notes
 
 
 def _ranges(blocks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:

@@ -4,32 +4,46 @@
     run.read("profile")["corpus"]               # checked for kind and schema
     run.blocks("swap", BlockSwap)[3].delta_ppl  # records by block index
     run.write(result.to_dict())                 # to the file of its kind, written whole
+    run.add(result.to_dict())                   # the same; what the file held stays in `earlier`
+    run.newest("swap", BlockSwap)[3]            # whichever settings block 3 was measured with last
     asked, profile = run.request()              # how the model and the text were loaded
     run.check_model(now); run.check_text(fingerprint, name)
     run.finished(asked, corpus, now)            # is this measured already?
 
-A file is called after its kind: swap.json is of kind "swap". `moments/` and `maps/` hold one file of
-tensors for each block (`run.tensors`); progress.json and `partial/` are what a profile that was
-interrupted resumes from (`run.saving`). Each command writes its own file and no other's: what is
-known of a block is combined when it is read (`safety`). No torch here.
+A file is called after its kind: swap.json is of kind "swap". It holds the result of one set of
+settings; results of other settings are whole documents in its list `earlier`, newest first.
+`moments/` and `maps/` hold one file of tensors for each block (`run.tensors`); progress.json and
+`partial/` are what a profile that was interrupted resumes from (`run.saving`). Each command writes
+its own file and no other's: what is known of a block is combined when it is read (`safety`). No
+torch here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from howlinear.records.fields import BlockProfile, BlockSwap, Record
-from howlinear.records.files import blocks_of, clean, read_json, read_monitor, write_json
+from howlinear.records.files import (
+    blocks_of,
+    check_writable,
+    clean,
+    read_json,
+    read_monitor,
+    write_json,
+)
 from howlinear.records.verdicts import safety_with
 
 #: What a profile leaves, whole or of one shard.
 MEASURED = ("profile", "shard")
 #: What other commands add. A new profile in the same folder removes it, with --overwrite alone.
 DERIVED = ("swap", "swap-experts", "probe", "plan", "compress", "control-*")
+#: Settings that change how fast a result is measured, not what it says.
+COURSE = ("batch_size", "resumed")
 #: What must be the same for a model to be the run's.
 MODEL = ("family", "revision", "parameters", "weights")
 
@@ -65,6 +79,53 @@ class RunFolder:
         write_json(path, data)
         return path
 
+    # -- results of several settings in one file ---------------------------------------------------
+
+    def sets(self, kind: str) -> list[dict[str, Any]]:
+        """Results of this kind, newest first, each with the settings that it was measured with."""
+        if not self.has(kind):
+            return []
+        data = self.read(kind)
+        earlier = data.pop("earlier", [])
+        sets: list[Any] = [data, *earlier] if isinstance(earlier, list) else [None]
+        if not all(map(_is_result, sets)):
+            raise ValueError(f"{self.path(kind)} is damaged: move it away")
+        return sets
+
+    def alike(self, data: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The result in the folder that was measured as `data` was, on the same tokens; or None."""
+        return next((each for each in self.sets(data["kind"]) if _alike(each, data)), None)
+
+    def add(
+        self,
+        data: Mapping[str, Any],
+        replaced: Mapping[str, Any] | None = None,
+        left: Sequence[Mapping[str, Any]] = (),
+    ) -> Path:
+        """Write a result; the others of its kind stay in `earlier`, but for an equal or `replaced` one.
+
+        `left` are results to keep of the one that is replaced.
+        """
+        others = [*left, *(each for each in self.sets(data["kind"]) if each != replaced)]
+        earlier = [each for each in others if not _equal(each, data)]
+        return self.write({**data, "earlier": earlier} if earlier else data)
+
+    def check_addable(self, *kinds: str, way_out: str = "") -> None:
+        """Refuse, before the work, a folder that results of these kinds cannot be added to."""
+        for kind in kinds:
+            check_writable(self.path(kind), way_out)
+            self.sets(kind)
+            if self.has(kind) and self.has("profile"):
+                self.check_same_weights(kind)
+
+    def newest(self, kind: str, record: type[R]) -> dict[int, R]:
+        """The newest record of each block, of whichever settings, by block index in depth order."""
+        records: dict[int, R] = {}
+        for each in self.sets(kind):
+            if each.get("blocks"):
+                records = records_of(self.path(kind), each, record) | records
+        return dict(sorted(records.items()))
+
     @property
     def monitor(self) -> Path:
         """The log of a training."""
@@ -76,7 +137,7 @@ class RunFolder:
 
     def safety(self) -> dict[int, str]:
         """For each block the cost of a swap in words: measured if `howlinear swap` ran, else estimated."""
-        swaps = self.blocks("swap", BlockSwap) if self.has("swap") else {}
+        swaps = self.newest("swap", BlockSwap)
         profiles = self.blocks("profile", BlockProfile)
         return {i: safety_with(b.safety, swaps.get(i)) for i, b in profiles.items()}
 
@@ -123,7 +184,7 @@ class RunFolder:
         if len(set(map(str, weights))) > 1:
             raise ValueError(
                 f"{self.path(kind)} is about other weights than {self.path('profile')}: "
-                "make it again, or delete it"
+                "move it away, and make it again"
             )
         return data
 
@@ -150,10 +211,14 @@ class RunFolder:
         return True
 
     def check_free(self, asked: Mapping[str, Any], overwrite: bool = False) -> None:
-        """Refuse a folder with anything in it but this request's run, complete or interrupted."""
+        """Refuse a folder with anything in it but this request's run, complete or interrupted.
+
+        A folder that cannot be written to is refused, too.
+        """
         out = self.folder
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file: name a folder with -o")
+        check_writable(self.path("profile"), "name another folder with -o")
         if self.has("progress"):
             try:
                 self.check_resumable(self.read("progress").get("asked"), asked)
@@ -213,6 +278,52 @@ def records_of(path: Path, data: Mapping[str, Any], record: type[R]) -> dict[int
     if len(by_index) < len(records):
         raise ValueError(f"{path} lists a block twice")
     return by_index
+
+
+def with_blocks(before: Mapping[str, Any], data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The blocks or experts of two results that were measured alike; `data` has the newer ones."""
+
+    def place(block: Mapping[str, Any]) -> tuple[Any, ...]:
+        expert = str(block.get("expert", ""))
+        return block["index"], not expert.isdecimal(), expert.zfill(8)
+
+    by_place = {place(block): block for each in (before, data) for block in each["blocks"]}
+    return [by_place[at] for at in sorted(by_place)]
+
+
+def _alike(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """The same settings, text, weights and version; the same loss of the unchanged model, if known."""
+    if _measured_with(one) != _measured_with(two):
+        return False
+    nats = [d["base"].get("nats") for d in (one, two) if isinstance(d.get("base"), Mapping)]
+    return len(nats) < 2 or None in nats or math.isclose(*nats, rel_tol=1e-5)
+
+
+def _equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Do two results say the same?"""
+    names = ("settings", "corpus", "blocks", "model_b")
+    return _measured_with(one) == _measured_with(two) and all(
+        clean(one.get(name)) == clean(two.get(name)) for name in names
+    )
+
+
+def _measured_with(data: Mapping[str, Any]) -> dict[str, Any]:
+    settings, model, versions = (data.get(name) or {} for name in ("settings", "model", "versions"))
+    return {
+        "settings": clean({k: v for k, v in settings.items() if k not in COURSE}),
+        "corpus": data.get("corpus"),
+        "weights": model.get("weights"),
+        "howlinear": versions.get("howlinear"),
+    }
+
+
+def _is_result(data: Any) -> bool:
+    """Has it blocks, and are the parts that `_measured_with` reads as expected?"""
+    if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
+        return False
+    parts = (data.get(name) for name in ("settings", "model", "versions", "base"))
+    blocks = (isinstance(b, dict) and type(b.get("index")) is int for b in data["blocks"])
+    return all(isinstance(part, dict | None) for part in parts) and all(blocks)
 
 
 def _kind(asked: Mapping[str, Any]) -> str:

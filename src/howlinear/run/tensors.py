@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
     """A safetensors file with a checksum of names, shapes, contents and `about`."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     kept: dict[str, Tensor] = {}
@@ -43,7 +44,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> No
         seen.add(value.data_ptr())
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
-        save_file(kept, str(temporary), {**about, "crc32": _checksum(kept, about)})
+        try:
+            save_file(kept, str(temporary), {**about, "crc32": _checksum(kept, about)})
+        except SafetensorError as err:  # a full disk
+            raise OSError(one_line(err)) from None
 
 
 def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:

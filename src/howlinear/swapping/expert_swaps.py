@@ -26,6 +26,7 @@ from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockExpert, ExpertSwap
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
+from howlinear.run.folder import RunFolder, with_blocks
 from howlinear.run.tensors import read_map
 from howlinear.run.work import Work
 from howlinear.swapping.swaps import estimates
@@ -47,6 +48,13 @@ class ExpertSwaps(Result):
             "base": self.base.to_dict(),
             "blocks": [b.to_dict() for b in self.blocks],
         }
+
+    def save(self, folder: str | Path) -> None:
+        """Write swap-experts.json. Experts measured with the same settings stay beside these."""
+        run, data = RunFolder(folder), self.to_dict()
+        if before := run.alike(data):
+            data["blocks"] = with_blocks(before, data)
+        run.add(data, before)
 
     def _line(self) -> str:
         rises = ((f"{b.index}.{b.expert}", b.delta_ppl) for b in self.blocks)

@@ -28,13 +28,14 @@ from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import SwapCost, Sweep, Variant, map_errors, sweep
 from howlinear.models.families import Block
-from howlinear.models.forward import WindowsLike
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.hooks import as_module
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
 from howlinear.records.statistics import over_blocks, spearman
 from howlinear.records.words import signed
 from howlinear.report.results import Result, extremes
+from howlinear.run.folder import RunFolder, records_of, with_blocks
 from howlinear.run.work import Work
 from howlinear.swapping.maps import UNITS, RunMaps, match
 
@@ -66,6 +67,18 @@ class Swaps(Result):
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
         }
+
+    def save(self, folder: str | Path) -> None:
+        """Write swap.json. Blocks that were measured with the same settings stay beside these."""
+        run, data = RunFolder(folder), self.to_dict()
+        if before := run.alike(data):
+            data["blocks"] = with_blocks(before, data)
+            data["notes"] = list(dict.fromkeys([*before.get("notes", []), *self.notes]))
+            records = records_of(run.path("swap"), data, BlockSwap)
+            if self.base is not None and run.has("profile"):
+                profiles = run.blocks("profile", BlockProfile)
+                data["signals"] = _signals(list(records.values()), profiles)
+        run.add(data, before)
 
     def _line(self) -> str:
         alone = f"{len(self.blocks)} blocks, each replaced alone"
@@ -106,7 +119,7 @@ def measure_swaps(
     if problem:
         errors = map_errors(model, [(b, chosen[b.index]) for b in blocks], report, work)
         costs: Costs = {cost.block.index: {"chosen": cost} for cost in errors}
-        base, notes = None, [problem]
+        base, notes, settings["tokens"] = None, [problem], as_windows(report).tokens
     else:
         swept, costs = _reported(blocks, maps, chosen, partial(measure, windows=report))
         base, notes = swept.base, [swept.note] if swept.note else []
