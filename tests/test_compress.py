@@ -11,6 +11,7 @@ from howlinear import blocks, profile, swapped
 from howlinear.compression.compress import CompressSettings, compress_model
 from howlinear.compression.plan import Budget
 from howlinear.export.install import install_maps
+from howlinear.export.narrow import narrowed
 from howlinear.losses.perplexity import compare
 from howlinear.records.fields import BlockPlan
 from howlinear.swapping.swaps import measure_swaps
@@ -169,3 +170,18 @@ def test_models_that_predict_nothing_take_named_blocks(tmp_path):
     assert result.removed > 0
     with pytest.raises(ValueError, match="--blocks"):
         compress_model(model, tmp_path, Budget(perplexity=0.05), **texts)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-bias"])
+def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
+    model = sharpened(family)
+    profile(model, FIT).save(tmp_path)
+    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
+    settings = CompressSettings(even=True)
+    result = compress_model(model, tmp_path, Budget(parameters=0.3), **texts, settings=settings)
+    small, _ = narrowed(model, result.maps)
+    counts = [sum(p.numel() for p in m.parameters()) for m in (model, small)]
+    assert result.removed == counts[0] - counts[1] >= 0.3 * result.feed_forward
+    assert sum(b.parameters - b.parameters_left for b in result.blocks) == result.removed
+    one = compress_model(model, tmp_path, **texts, at="0", settings=settings)
+    assert one.removed == 0  # block 1 stays and keeps its width

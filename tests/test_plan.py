@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howlinear.compression import plan
-from howlinear.compression.plan import Option, after, descent, expected, hull, saving, within
+from howlinear.compression.plan import (
+    Option,
+    after,
+    descent,
+    even_descent,
+    expected,
+    hull,
+    saving,
+    within,
+)
 
 
 def option(index, saved, cost):
@@ -27,7 +36,7 @@ def test_the_hull_leaves_out_what_another_option_beats():
 
 def test_steps_come_in_order_of_what_a_parameter_costs():
     path = descent([option(0, 10, 1.0), option(0, 20, 9.0), option(1, 10, 2.0)])
-    assert [(s.option.index, s.option.saved) for s in path] == [(0, 10), (1, 10), (0, 20)]
+    assert [(s.options[0].index, s.options[0].saved) for s in path] == [(0, 10), (1, 10), (0, 20)]
     assert totals(after(path, 2)) == (20, 3.0)
     assert within(path, 3.0) == 2
     assert within(path, 2.9) == 1
@@ -71,9 +80,18 @@ def test_no_choice_saves_as_much_for_less(table):
 def test_a_blocks_own_steps_come_in_order(table):
     path = descent(option(i, s, c) for i, own in enumerate(table) for s, c in own)
     for i in range(len(table)):
-        own = [s.option.saved for s in path if s.option.index == i]
+        own = [s.options[0].saved for s in path if s.options[0].index == i]
         assert own == sorted(own)
     assert all(s.saved > 0 for s in path)
+
+
+def test_an_even_path_narrows_all_blocks_together():
+    options = [option(0, 10, 1.0), option(0, 30, 2.0), option(1, 20, 3.0), option(1, 40, 9.0)]
+    path = even_descent(options)
+    assert [(s.saved, s.cost) for s in path] == [(40, 5.0), (20, 6.0)]  # 20 each, then 30 each
+    assert [o.saved for o in path[0].options] == [30, 20]
+    assert after(path, 1)[0].saved == 30
+    assert even_descent([]) == []
 
 
 def test_a_plan_survives_its_file():

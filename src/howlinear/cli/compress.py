@@ -109,7 +109,7 @@ def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dic
         return {"curve": shares, "rank": "full", "units": 0, "intercept": False}
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
-    return {"curve": shares, "rank": matrix_rank, "units": units}
+    return {"curve": shares, "rank": matrix_rank, "units": units, "even": export == "narrow"}
 
 
 def _amount(

@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from howlinear.compression.baselines import baselines
-from howlinear.compression.plan import Budget, Option, Step, descent
+from howlinear.compression.plan import Budget, Option, Step, descent, even_descent
 from howlinear.compression.plan import to_dict as plan_file
-from howlinear.compression.prices import Losses, Sizes, price_options, shapes_of_named
+from howlinear.compression.prices import Losses, Sizes, price_options, shape_of, shapes_of_named
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.compression.search import Search, Trial
-from howlinear.linear.affine import Factored, Map, UnitMap
+from howlinear.linear.affine import Map, UnitMap
 from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import EvalProtocol
 from howlinear.models.families import Block
@@ -47,6 +47,7 @@ class CompressSettings:
     intercept: bool = True  # may maps have biases?
     curve: Sequence[float] = ()  # shares of the feed-forward parameters to measure at, too
     baselines: bool = True  # measure the baselines beside ours
+    even: bool = False  # will all blocks be as wide as the widest, as in a stock model?
     protocol: EvalProtocol | str | None = None
 
 
@@ -97,7 +98,9 @@ class Compression(Result):
             "settings": self.settings,
             "parameters": self.parameters,
             "feed_forward": self.feed_forward,
-            "removed": self.removed,
+            "removed": self.parameters - self.exported["parameters"]
+            if self.exported
+            else self.removed,
             "target": self.target,
             "change": None if self.change is None else self.change.to_dict(),
             "exported": self.exported or None,
@@ -138,12 +141,13 @@ def compress_model(
     run, work = Profile.load(folder), Work(progress=progress)
     every = [b for b, _ in match(model, run, None)]
     fitter = Refitter(model, every, fit, intercept=settings.intercept)
-    sizes, losses = Sizes(model, every), Losses(model, choose, report, settings.protocol, work)
+    sizes = Sizes(model, every, settings.even)
+    losses = Losses(model, choose, report, settings.protocol, work)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
     best, options, path = _choose(search, budget, plan, named, settings)
     points = _ours(search, best, path, settings.curve)
-    if points and settings.baselines:
+    if points and settings.baselines and not settings.even:
         most = max(p.removed for p in points)
         points += _compared(losses, baselines(RunFolder(folder), run, sizes, losses, most))
     return Compression(
@@ -179,7 +183,7 @@ def _choose(
     if named is not None:
         return search.best_target(shapes_of_named(*parts, named, *wanted)), [], []
     options = price_options(*parts, *wanted)
-    path = descent(options)
+    path = even_descent(options) if settings.even else descent(options)
     return search.within(path, budget), options, path
 
 
@@ -242,12 +246,11 @@ def _records(
     maps: Mapping[Block, Map], sizes: Sizes, options: list[Option]
 ) -> list[BlockCompression]:
     costs = {(o.index, o.rank, o.units): o.cost for o in options}
-    records = []
+    saved, records = sizes.saved_by(maps), []
     for b, parameters in sizes.parameters.items():
         fitted = maps.get(b)
         units = list(fitted.units) if isinstance(fitted, UnitMap) else []
-        affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
-        rank = affine.rank if isinstance(affine, Factored) else None
+        rank = shape_of(fitted)[0] if fitted else None
         records.append(
             BlockCompression(
                 index=b.index,
@@ -256,7 +259,7 @@ def _records(
                 rank=rank,
                 units=units,
                 parameters=parameters,
-                parameters_left=parameters if fitted is None else fitted.parameters,
+                parameters_left=parameters - saved.get(b, 0),
                 kl_alone=costs.get((b.index, rank, len(units))) if fitted else None,
             )
         )

@@ -9,6 +9,8 @@ the real cost of a plan and moves along the path.
 
 Only options on the lower convex hull over (saved, cost) of a block are used. The edges of all hulls in
 order of their slope are the path: the greedy solution of the knapsack problem, optimal at each step.
+
+A stock model has one width for all blocks (`narrow`): there each step makes every block narrower.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Option:
 class Step:
     """From one option of a block to the next one, or from the block itself to the first."""
 
-    option: Option
+    options: tuple[Option, ...]  # one; or one of each block, where all change together
     saved: int  # by this step
     cost: float
 
@@ -86,9 +88,28 @@ def descent(options: Iterable[Option]) -> list[Step]:
     for _, of_block in by_block:
         saved, cost = 0, 0.0
         for option in hull(o for o in of_block if o.saved > 0):
-            steps.append(Step(option, option.saved - saved, option.cost - cost))
+            steps.append(Step((option,), option.saved - saved, option.cost - cost))
             saved, cost = option.saved, option.cost
-    return sorted(steps, key=lambda s: (s.slope, s.option.index, s.option.saved))
+    return sorted(steps, key=lambda s: (s.slope, s.options[0].index, s.options[0].saved))
+
+
+def even_descent(options: Iterable[Option]) -> list[Step]:
+    """Steps of all blocks together: each block saves as much as the one that saves least."""
+    by_block: dict[int, list[Option]] = {}
+    for option in options:
+        by_block.setdefault(option.index, []).append(option)
+    levels, count = {o.saved for each in by_block.values() for o in each}, len(by_block)
+    chosen: dict[int, tuple[Option, ...]] = {}  # by what all save together
+    for level in levels:
+        fitting = [[o for o in each if o.saved >= level] for each in by_block.values()]
+        if all(fitting):
+            chosen[count * level] = tuple(min(f, key=lambda o: o.cost) for f in fitting)
+    sums = (Option(0, 0, 0, total, sum(o.cost for o in each)) for total, each in chosen.items())
+    steps, saved, cost = [], 0, 0.0
+    for whole in hull(sums):
+        steps.append(Step(chosen[whole.saved], whole.saved - saved, whole.cost - cost))
+        saved, cost = whole.saved, whole.cost
+    return steps
 
 
 def expected(known: Sequence[tuple[float, float]], rest: float) -> float:
@@ -110,7 +131,7 @@ def expected(known: Sequence[tuple[float, float]], rest: float) -> float:
 
 def after(path: Sequence[Step], steps: int) -> dict[int, Option]:
     """The option of each block, by block index, after the first `steps` steps."""
-    return {s.option.index: s.option for s in path[:steps]}
+    return {o.index: o for s in path[:steps] for o in s.options}
 
 
 def within(path: Sequence[Step], cost: float) -> int:

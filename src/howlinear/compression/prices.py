@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from howlinear.compression.plan import Option, expected
 from howlinear.compression.refitting import Refitter, Shape
-from howlinear.linear.affine import Map
+from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.unit_selection import GROUP
 from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import Variant, sweep
-from howlinear.models.families import Block, Replacement
+from howlinear.models.families import Block, Replacement, blocks
 from howlinear.models.forward import WindowsLike
 from howlinear.models.hooks import as_module, swapped
 from howlinear.models.units import hidden_count, taken
@@ -36,9 +36,13 @@ SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few,
 
 
 class Sizes:
-    """Parameters and hidden units of blocks, and parameters of the maps that may replace them."""
+    """Parameters and hidden units of blocks, and what maps in their place save.
 
-    def __init__(self, model: nn.Module, at: Sequence[Block]) -> None:
+    `even`: maps become hidden units of a stock model, whose blocks all are as wide as the widest.
+    """
+
+    def __init__(self, model: nn.Module, at: Sequence[Block], even: bool = False) -> None:
+        self.even, self.others = even, [b for b in blocks(model) if b not in at]
         modules = {b: as_module(model, b) for b in at}
         self.parameters = {b: sum(p.numel() for p in m.parameters()) for b, m in modules.items()}
         self.hidden = {b: hidden_count(model, b) for b in at}
@@ -49,15 +53,32 @@ class Sizes:
         }
         self.total = sum(self.parameters.values())
 
-    def of_map(self, block: Block, shape: Shape) -> int:
-        """Parameters of a map of this shape."""
+    def saved(self, block: Block, shape: Shape) -> int:
+        """Parameters that a map of this shape saves; if `even`, where no block is wider."""
         rank, k = shape
+        if self.even:
+            return (self.hidden[block] - self._width(block, shape)) * self.unit.get(block, 0)
         matrix = block.d_in * block.d_out if rank is None else rank * (block.d_in + block.d_out)
-        return matrix + block.d_out + k * self.unit.get(block, 0)
+        return self.parameters[block] - matrix - block.d_out - k * self.unit.get(block, 0)
+
+    def _width(self, block: Block, shape: Shape) -> int:
+        """Stock hidden units that compute a map: one for each rank if gated, two if not."""
+        projections = (self.unit[block] - block.d_out) // block.d_in if block in self.unit else 1
+        rank, full = shape[0], min(block.d_in, block.d_out)
+        return shape[1] + (full if rank is None else min(rank, full)) * (1 + (projections == 1))
+
+    def saved_by(self, maps: Mapping[Block, Map]) -> dict[Block, int]:
+        """Parameters that each block saves when these maps replace their blocks."""
+        if not self.even:
+            return {b: self.parameters[b] - m.parameters for b, m in maps.items()}
+        if self.others or len(maps) < len(self.parameters):
+            return dict.fromkeys(maps, 0)  # a block that stays keeps the others as wide
+        units = [self.hidden[b] - self._width(b, shape_of(m)) for b, m in maps.items()]
+        return {b: min(units) * self.unit.get(b, 0) for b in maps}
 
     def removed(self, maps: Mapping[Block, Map]) -> int:
         """Parameters that go when these maps replace their blocks."""
-        return sum(self.parameters[b] - m.parameters for b, m in maps.items())
+        return sum(self.saved_by(maps).values())
 
     def units_near(self, block: Block, share: float) -> int:
         """The number of hidden units nearest to a share of them that the elimination passes."""
@@ -132,7 +153,7 @@ def price_options(
         points = [(rests[shape], cost) for shape, cost in measured.items() if shape in rests]
         by_shape = {shape: expected(points, rest) for shape, rest in rests.items()} | measured
         for (r, k), cost in by_shape.items():
-            saved = sizes.parameters[b] - sizes.of_map(b, (r, k))
+            saved = 0 if sizes.even and sizes.others else sizes.saved(b, (r, k))
             if saved > 0 and _allowed(b, (r, k), sizes, rank, units):
                 options.append(Option(b.index, r, k, saved, cost))
     return options
@@ -162,6 +183,13 @@ def _allowed(block: Block, shape: Shape, sizes: Sizes, rank: int | str, units: i
     if units != "auto":
         return k == sizes.at_most(block, int(units))
     return r == 0 or k >= sizes.at_most(block, SINKS)
+
+
+def shape_of(fitted: Map) -> Shape:
+    """The rank of a map's matrix, None for full, and the hidden units that it keeps."""
+    affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
+    units = len(fitted.units) if isinstance(fitted, UnitMap) else 0
+    return (affine.rank if isinstance(affine, Factored) else None), units
 
 
 def full_or(rank: int | str) -> int | None:

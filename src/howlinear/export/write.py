@@ -152,7 +152,7 @@ def _perplexity(change: Comparison | None) -> dict[str, float | None]:
 
 
 def _records(result: Compression, exported: Mapping[str, Any]) -> dict[str, str]:
-    compressed = result.to_dict() | {"exported": exported}
+    compressed = replace(result, exported=dict(exported)).to_dict()
     records = {"plan.json": result.plan_dict(), "compress.json": compressed}
     return {name: files.dumps(data) + "\n" for name, data in records.items()}
 
