@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import tiny
+from howlinear import profile
 from howlinear.linear.rows import Rows
-from howlinear.models.families import FAMILIES, Block, backbone, blocks
+from howlinear.models.families import FAMILIES, Block, backbone, blocks, left_out
 from howlinear.models.hooks import as_module, swapped, tap
 
 NAMES = list(tiny.TINY)
@@ -82,7 +83,16 @@ def test_the_encoder_comes_first(name: str) -> None:
 
 
 def test_composite_models_are_searched_in_their_text_stack() -> None:
+    """The others are counted, and chosen by their path."""
     model = cached("gemma3")
+    others = [f"model.vision_tower.encoder.layers.{i}.mlp" for i in (0, 1)]
+    assert [b.path for b in left_out(model)] == others
+    assert [b.path for b in blocks(model, "vision_tower")] == others
+    windows = torch.arange(2 * 2600).view(-1, 20) % (tiny.VOCABULARY - 1)
+    note = "2 feed-forward blocks outside the text stack are not measured, such as " + others[0]
+    result = profile(model, windows, signal=False)
+    assert [n.partition(":")[0] for n in result.notes if "outside" in n] == [note]
+    assert left_out(cached("llama")) == []
     assert any("vision_tower" in path and "mlp" in path for path, _ in model.named_modules())
     assert [b.path for b in blocks(model)] == [
         "model.language_model.layers.0.mlp",
@@ -576,6 +586,70 @@ def test_unknown_families_are_found_by_structure(kind: str, path: str, down: str
         assert blocks(model) == found
     with swapped(model, {found[2]: zeros}):
         assert not torch.equal(output(model, batch), before)
+
+
+class Inner(nn.Module):
+    """A module named as a feed-forward block that holds one, a norm, and more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norm = kind, nn.LayerNorm(6)
+        self.ffn = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
+        if kind == "nothing inside":
+            self.other, self.ffn = self.ffn, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.ffn or self.other
+        if self.kind == "mixes positions":
+            return f(x + x.mean(1, keepdim=True))
+        return self.norm(x + f(x)) if self.kind == "norm after" else x + f(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", ["norm before", "norm after", "mixes positions", "nothing inside"])
+def test_modules_with_the_residual_add_or_mixed_positions_are_no_blocks(kind: str) -> None:
+    """What they hold is measured instead; where that is not known, one line says why."""
+    torch.manual_seed(0)
+    model = Unknown("whole").eval()
+    for layer in model.layers:
+        layer.ffn = Inner(kind)
+    if kind == "nothing inside":
+        with pytest.raises(
+            ValueError, match="ffn adds its input to its output; name them"
+        ) as error:
+            blocks(model)
+        assert "\n" not in str(error.value)
+        assert len(blocks(model, r"layers\.\d\.ffn\.other")) == 3
+        return
+    found = blocks(model)
+    assert [b.path for b in found] == [f"layers.{i}.ffn.ffn" for i in range(3)]
+    with swapped(model, {b: copy.deepcopy(as_module(model, b)) for b in found}):
+        assert blocks(model) == found
+    for block, rows in hear(model, {"input_ids": torch.arange(12).view(2, 6)}).items():
+        torch.testing.assert_close(as_module(model, block)(rows.x), rows.y)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "path"),
+    [
+        (
+            "cpmant",
+            {"hidden_size": 16, "num_attention_heads": 4, "dim_head": 4, "num_hidden_layers": 2},
+            "encoder.layers.0.ffn.ffn",
+        ),
+        (
+            "funnel",
+            {"block_sizes": [2], "d_model": 16, "n_head": 4, "d_head": 4, "d_inner": 40}
+            | {"architectures": ["FunnelBaseModel"]},
+            "encoder.blocks.0.0.ffn.linear_1+linear_2",
+        ),
+    ],
+)
+def test_real_modules_with_the_residual_add(name: str, settings: dict, path: str) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(name, **settings, vocab_size=50)
+    with torch.device("meta"):
+        assert blocks(transformers.AutoModel.from_config(config))[0].path == path
 
 
 UNKNOWN = {  # real families that are not in the table

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from howlinear.linear.affine import Affine
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.hooks import Chain, as_module
-from howlinear.models.units import hidden_units, rebuilt, weight_of, writes
+from howlinear.models.twins import rebuilt
+from howlinear.models.units import hidden_units, weight_of, writes
 
 STEP = 0.01  # of the grid, in standard deviations: a kink leaves an error of STEP^2 / 12
 REACH = 9.0  # of the grid to either side, in standard deviations

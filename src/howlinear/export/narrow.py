@@ -38,7 +38,8 @@ from howlinear.export.hf import INSTEAD, check_dense
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import Block, blocks, projection_shape
 from howlinear.models.hooks import Chain
-from howlinear.models.units import rebuilt, taken, weight_of
+from howlinear.models.twins import rebuilt
+from howlinear.models.units import taken, weight_of
 
 OPEN = 32.0  # the constant value of a gate
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+
+from howlinear.models.twins import impurity
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,11 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 
 # Names of feed-forward modules in families that are not in the table.
 WHOLE = ("mlp", "ffn", "feed_forward", "feedforward", "DenseReluDense", "block_sparse_moe", "moe")
-PAIRS = (("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2"), ("ffn", "ffn_output"))
-ACTIVATIONS = ("activation_fn", "activation", "act", "act_fn")
+PAIRS = (
+    ("fc1", "fc2"), ("linear1", "linear2"), ("linear_1", "linear_2"), ("lin1", "lin2"),
+    ("ffn", "ffn_output"),
+)  # fmt: skip
+ACTIVATIONS = ("activation_fn", "activation", "act", "act_fn", "activation_function")
 DOWNS = ("down_proj", "c_proj", "fc2", "w2", "wo", "dense_4h_to_h", "fc_out", "lin2", "linear2")
 
 
@@ -156,23 +161,25 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
     """Every block in depth order, or those that `pattern` chooses.
 
     A pattern of digits, commas, dashes and blanks means depth indices ("3,5,9-12"); anything else
-    is a regular expression, searched in the blocks' paths. One that matches no block makes a block
-    of each outermost module whose whole path it matches. Chosen blocks keep their depth index.
+    is a regular expression, searched in the blocks' paths, then in those of other stacks (`left_out`).
+    One that matches no block makes a block of each outermost module whose whole path it matches.
+    Chosen blocks keep their depth index.
     """
     name = type(model).__name__
-    known = _from_table(model) or _from_structure(model)
+    known, why = _from_table(model), ""
+    if not known:
+        known, why = _from_structure(model, *_text_part(model))
     if pattern is None or re.fullmatch(r"[\d,\-\s]*", pattern):
         if not known:
-            raise ValueError(
-                f"no feed-forward blocks in {name}: not a known family, and no list of layers has "
-                f"children named {', '.join(WHOLE)} or fc1 and fc2; name them: --blocks REGEX"
-            )
+            raise ValueError(f"no feed-forward blocks in {name}: {why}; name them: --blocks REGEX")
         return known if pattern is None else [known[i] for i in depth_indices(pattern, len(known))]
     try:
         wanted = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"--blocks {pattern!r} is not a regular expression: {error}") from None
-    chosen = [b for b in known if wanted.search(b.path)] or _from_pattern(model, wanted)
+    chosen = [b for b in known if wanted.search(b.path)]
+    chosen = chosen or [b for b in left_out(model) if wanted.search(b.path)]
+    chosen = chosen or _from_pattern(model, wanted)
     if not chosen:
         like = known[0].path if known else [path for path, _ in model.named_modules()][-1]
         raise ValueError(
@@ -180,6 +187,14 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
             f"paths look like {like}"
         )
     return chosen
+
+
+def left_out(model: nn.Module) -> list[Block]:
+    """Blocks of a composite model outside its text stack, such as those of a vision tower."""
+    config, modules = _text_part(model)
+    inside = {path for path, _ in modules}
+    others = [(path, module) for path, module in model.named_modules() if path not in inside]
+    return _from_structure(model, config, others)[0] if others else []
 
 
 def block_at(model: nn.Module, path: str) -> Block | None:
@@ -214,20 +229,48 @@ def _from_table(model: nn.Module) -> list[Block]:
     return listed
 
 
-def _from_structure(model: nn.Module) -> list[Block]:
-    """Every layer in a list of layers with a child that looks like a feed-forward network."""
-    config, modules = _text_part(model)
+def _from_structure(
+    model: nn.Module, config: Any, modules: Sequence[tuple[str, nn.Module]]
+) -> tuple[list[Block], str]:
+    """Every layer in a list of layers with a child that is a feed-forward network; or why none is."""
     stacks = ("encoder", "decoder") if getattr(config, "is_encoder_decoder", False) else ()
     listed: list[Block] = []
+    names = f"{', '.join(WHOLE)} or fc1 and fc2"
+    why = f"not a known family, and no list of layers has children named {names}"
     for path, layer in modules:
         in_list = isinstance(_find(model, path.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
         row = _look(layer) if in_list else None
         if row is None or any(path.startswith(f"{b.entry}.") for b in listed):
             continue
         row = replace(row, stack=next((part for part in path.split(".") if part in stacks), ""))
-        block = _block(model, config, path, row, len(listed), "structural")
-        listed.append(replace(block, stream=None))  # a norm may follow the add or not
-    return listed
+        block: Block | None = _block(model, config, path, row, len(listed), "structural")
+        while block is not None and (problem := _impurity(model, block)):
+            why = f"{block.path} {problem}"
+            block = _inside(model, config, block)
+        if block is not None:
+            listed.append(replace(block, stream=None))  # a norm may follow the add or not
+    return listed, why
+
+
+def _impurity(model: nn.Module, block: Block) -> str:
+    """What the module does beside a feed-forward block's work; "" if nothing."""
+    module = _module(model, block.entry)
+    if len(block.steps) > 1 or isinstance(module, StandIn):
+        return ""
+    inner = (part.block for part in module.modules() if isinstance(part, StandIn))
+    if any(swap.family == "structural" for swap in inner):  # the block inside is swapped out
+        return "holds a block"
+    shapes = {part: shape for part in module.modules() if (shape := projection_shape(part))}
+    return impurity(module, block.d_in, {part: shape[1] for part, shape in shapes.items()})
+
+
+def _inside(model: nn.Module, config: Any, block: Block) -> Block | None:
+    """The block inside a module that does more than one, such as cpmant's with norm and residual."""
+    row = _look(_module(model, block.entry))
+    if row is None:
+        return None
+    row = replace(row, stack=block.stack)
+    return _block(model, config, block.entry, row, block.index, "structural")
 
 
 def _from_pattern(model: nn.Module, wanted: re.Pattern[str]) -> list[Block]:
@@ -331,6 +374,8 @@ def _look(layer: nn.Module) -> Family | None:
 def _is_network(module: nn.Module) -> bool:
     """Has weights, is more than one projection, and needs nothing but x."""
     if projection_shape(module) or next(module.parameters(), None) is None:
+        return False
+    if isinstance(module, nn.ModuleList):  # mobilebert's, which runs its parts one by one
         return False
     parameters = inspect.signature(module.forward).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -12,8 +12,7 @@ works unit by unit between them. Whether a block does is tested on random rows.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +24,7 @@ from howlinear.linear.stores import MOST
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.hooks import Chain, evaluating, tap
 from howlinear.models.offload import resident
+from howlinear.models.twins import rebuilt
 
 
 def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
@@ -149,25 +149,6 @@ class _Through(nn.Identity):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight.new_empty(0), persistent=False)
-
-
-def rebuilt(step: Any, narrow: Mapping[nn.Module, nn.Module]) -> Any:
-    """The same module tree with some modules replaced and no hooks; the other weights are shared.
-
-    Relies on `nn.Module` keeping its state in `__dict__`: children in `_modules`, hooks in
-    `_forward_hooks` and `_forward_pre_hooks`.
-    """
-    if not isinstance(step, nn.Module):  # an activation function
-        return step
-    if step in narrow:
-        return narrow[step]
-    twin = copy.copy(step)
-    fresh: dict[str, Any] = {"_modules": {}, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-    twin.__dict__ = {**step.__dict__, **fresh}
-    twin.__dict__.pop("forward", None)  # a wrapper (accelerate's) is bound to the original
-    for name, child in step._modules.items():
-        twin._modules[name] = None if child is None else rebuilt(child, narrow)
-    return twin
 
 
 def weight_of(projection: nn.Module) -> Tensor:

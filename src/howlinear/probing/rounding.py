@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.hooks import Chain
-from howlinear.models.units import rebuilt, weight_of
+from howlinear.models.twins import rebuilt
+from howlinear.models.units import weight_of
 from howlinear.probing.samples import Cast, Layer, Sample, errors, ratio
 
 GROUP = {8: None, 4: 128}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from howlinear.linear.affine import Affine
 from howlinear.linear.folds import Split, check_rows
 from howlinear.linear.stores import BlockStore, is_wide
-from howlinear.models.families import Block, blocks
+from howlinear.models.families import Block, blocks, left_out
 from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.profiling.gathering import Scope, at_first, finish, gather
 from howlinear.profiling.passes import Course
@@ -58,6 +58,11 @@ class Profile(Result):
     def notes(self) -> list[str]:
         """Limits of the numbers: precision, rank, too few rows."""
         notes = list(self.about.get("merge_notes", []))
+        if unread := self.settings.get("left_out"):
+            notes.append(
+                f"{unread['count']} feed-forward blocks outside the text stack are not measured, "
+                f"such as {unread['path']}: choose them by their path (--blocks REGEX)"
+            )
         if differences := self.settings.get("precision_difference"):
             which = ", ".join(map(str, differences))
             notes.append(
@@ -176,7 +181,15 @@ def profile(
         kept += whole if course.saves is None else []
         del stores, whole, results  # before the next ones are made
     settings = scope.settings(course) | {"tokens": tokens, "window": text.length}
-    return _assembled(course, measured, kept, settings)
+    return _assembled(course, measured, kept, settings | _unread(model, at))
+
+
+def _unread(model: nn.Module, at: Sequence[Block]) -> dict[str, Any]:
+    """How many blocks of other stacks are not measured, and the path of one; {} if there are none."""
+    others = left_out(model)
+    if not others or at[0].path in [b.path for b in others]:
+        return {}
+    return {"left_out": {"count": len(others), "path": others[0].path}}
 
 
 def course_with(
