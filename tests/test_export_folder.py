@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import metadata_load
+from safetensors import SafetensorError
 
 from conftest import need
 from howlinear.export import folder as export_folder
@@ -42,14 +43,20 @@ def test_a_folder_appears_when_all_is_done(tmp_path):
     assert (tmp_path / "plain" / "file").exists()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+FULL = SafetensorError("No space left on device")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit, FULL])
 def test_an_interrupt_leaves_nothing(error, tmp_path):
     def work(folder):
         (folder / "file").write_text("x")
         raise error
 
-    with pytest.raises(error), export_folder.new_folder(tmp_path / "out") as folder:
+    raised = OSError if error is FULL else error
+    with pytest.raises(raised) as caught, export_folder.new_folder(tmp_path / "out") as folder:
         work(folder)
+    if error is FULL:
+        assert str(caught.value).endswith("out cannot be written (No space left on device)")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -45,6 +45,9 @@ def test_results_of_other_settings_stay_in_the_file(run):
     assert run.read("swap") == whole
     run.add(whole)  # the same again
     assert run.read("swap") == whole
+    run.write(swaps(100, 1))
+    run.add(whole)  # says all that the file says
+    assert run.read("swap") == whole
     run.add(swaps(200, 1))
     assert run.sets("swap") == [swaps(200, 1), whole]
     assert {i: b.delta_nll for i, b in run.newest("swap", BlockSwap).items()} == {

@@ -22,6 +22,7 @@ from howlinear.report.markup import json_inside, tag
 from howlinear.report.styles import DARK, LIGHT, RUNS, heat
 from howlinear.report.svg import standalone
 from howlinear.report.verdicts import WORDS, verdict
+from howlinear.run.folder import RunFolder
 from reports import CONTROL, HOSTILE, block, planted_run, swap
 
 NAMES = ["profile", "kinds", "rest", "signals", "smaller", "training", "spectra"]
@@ -104,6 +105,19 @@ def test_costs_are_on_a_log_scale_and_gains_at_its_edge(made):
     assert all(y[k] - y[0] == pytest.approx(slope * (grown[k] - grown[0])) for k in grown)
     assert (at[4].shape, y[4]) == ("down", 425)  # a swap that gains cannot stand on a log scale
     assert at[5].shape == "circle"
+
+
+def test_a_page_shows_blocks_of_several_settings_and_says_so(tmp_path):
+    run = RunFolder(planted_run(tmp_path / "run", blocks=3))
+    control = {"kind": "control-random-init", "schema": 1, "settings": {"seeds": 2}}
+    run.write(control | {"blocks": [{"index": i, "low": 0.1, "high": 0.2} for i in range(3)]})
+    one = {"settings": {"seeds": 9}, "blocks": [{"index": 1, "low": 0.3, "high": 0.4}]}
+    run.add(control | one)
+    read = read_run(run.folder)
+    assert read.untrained == {0: (0.1, 0.2), 1: (0.3, 0.4), 2: (0.1, 0.2)}
+    note = "control-random-init of blocks 0,2 with other settings: seeds 2"
+    assert read.left_out == [note]
+    assert note in page([read], draw([read]))
 
 
 def test_untrained_blocks_and_the_tokens_that_leave_most(made):

@@ -85,10 +85,11 @@ def compress(
     elif not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
-    if not dry_run:
-        check_exportable(net, export, add_biases)
-    result, report = _compressed(source, tokens, amount, settings | {"baselines": baselines})
     exported = None if dry_run else out
+    if exported is not None:
+        check_exportable(net, export, add_biases)
+        _check_disk(net, exported)
+    result, report = _compressed(source, tokens, amount, settings | {"baselines": baselines})
 
     def write() -> None:
         source.folder.add(result.plan_dict())
@@ -153,6 +154,15 @@ def _compressed(
         result = compress_model(source.net, source.folder.folder, **texts, **amount, progress=begin)
     result.about.update(source.about(*PARTS))
     return result, texts["report"]
+
+
+def _check_disk(net: Any, out: Path) -> None:
+    """Refuse a disk that could not hold the model, which becomes smaller, as its source stores it."""
+    import torch
+
+    size = getattr(net, "stored_dtype", torch.float32).itemsize
+    needed = size * sum(p.numel() for p in net.parameters())
+    room.check_disk(needed, "the smaller model needs up to", out, "name another place with -o")
 
 
 def _check_memory(net: Any, at: list[Any], tokens: int) -> None:

@@ -34,7 +34,17 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
     An exception or Ctrl-C removes it. A killed process leaves at most the hidden folder.
     """
-    path = Path(path)
+    from safetensors import SafetensorError
+
+    try:
+        with _renamed(Path(path)) as folder:
+            yield folder
+    except (OSError, SafetensorError) as err:  # a full disk
+        raise OSError(f"{path} cannot be written ({one_line(err)})") from err
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
     check_free(path)
     path = path.resolve()  # a link stays a link; its target is filled
     path.parent.mkdir(parents=True, exist_ok=True)

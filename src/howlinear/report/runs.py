@@ -19,6 +19,9 @@ from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
 from howlinear.records.words import finite, ranges, short_names
 from howlinear.run.folder import COURSE, RunFolder, records_of
 
+UNTRAINED = "control-random-init"
+ADDED = ("swap", "probe", UNTRAINED)  # kinds of which a page shows several sets of settings
+
 
 @dataclass(frozen=True)
 class Run:
@@ -74,10 +77,10 @@ def read_run(folder: str | Path) -> Run:
     blocks, left_out = _with_r2(run.path("profile"), about) if profiled else ([], [])
     files = {
         kind: run.check_same_weights(kind)
-        for kind in ("swap", "probe", "compress", "control-random-init")
+        for kind in ("swap", "probe", "compress", UNTRAINED)
         if run.has(kind)
     }
-    untrained = listed(files.get("control-random-init"), "blocks")
+    untrained = [b for each in reversed(run.sets(UNTRAINED)) for b in listed(each, "blocks")]
     probes = _probes(run)
     return Run(
         run.folder.absolute().name,
@@ -89,7 +92,7 @@ def read_run(folder: str | Path) -> Run:
         probes={i: p for i, p in probes.items() if finite(p.r2) is not None},
         compress=files.get("compress", {}),
         untrained=_ranges(untrained),
-        left_out=left_out + _other_settings(run, "swap") + _other_settings(run, "probe"),
+        left_out=left_out + [n for kind in ADDED for n in _other_settings(run, kind)],
         training=run.training(),
     )
 
@@ -123,11 +126,16 @@ def _other_settings(run: RunFolder, kind: str) -> list[str]:
         shown = indices if kind == "probe" else indices - seen
         settings = each.get("settings")
         if shown and isinstance(settings, dict):
-            described = ", ".join(f"{k} {v}" for k, v in settings.items() if k not in COURSE)
+            described = _described({k: v for k, v in settings.items() if k not in COURSE})
             blocks = ranges(sorted(i for i in shown if isinstance(i, int)))
             notes.append(f"{kind} of blocks {blocks} with other settings: {described}")
         seen |= indices
     return notes
+
+
+def _described(settings: Mapping[str, Any]) -> str:
+    parts = ((k, _described(v) if isinstance(v, dict) else v) for k, v in settings.items())
+    return ", ".join(f"{k} {v}" for k, v in parts if v is not None)
 
 
 def _ranges(blocks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:

@@ -102,12 +102,12 @@ class RunFolder:
         replaced: Mapping[str, Any] | None = None,
         left: Sequence[Mapping[str, Any]] = (),
     ) -> Path:
-        """Write a result; the others of its kind stay in `earlier`, but for an equal or `replaced` one.
+        """Write a result; others of its kind stay in `earlier`, unless it has all they say.
 
         `left` are results to keep of the one that is replaced.
         """
         others = [*left, *(each for each in self.sets(data["kind"]) if each != replaced)]
-        earlier = [each for each in others if not _equal(each, data)]
+        earlier = [each for each in others if not _says_all(data, each)]
         return self.write({**data, "earlier": earlier} if earlier else data)
 
     def check_addable(self, *kinds: str, way_out: str = "") -> None:
@@ -299,12 +299,16 @@ def _alike(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
     return len(nats) < 2 or None in nats or math.isclose(*nats, rel_tol=1e-5)
 
 
-def _equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Do two results say the same?"""
-    names = ("settings", "corpus", "blocks", "model_b")
-    return _measured_with(one) == _measured_with(two) and all(
-        clean(one.get(name)) == clean(two.get(name)) for name in names
-    )
+def _says_all(data: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Does a result have every block of an earlier one, with the same numbers and settings?"""
+    if _measured_with(data) != _measured_with(before) or data.get("model_b") != before.get(
+        "model_b"
+    ):
+        return False
+    blocks = clean(data["blocks"])
+    if "settings" not in data:  # a plan: its blocks belong together
+        return bool(blocks == before["blocks"])
+    return all(block in blocks for block in before["blocks"])
 
 
 def _measured_with(data: Mapping[str, Any]) -> dict[str, Any]:
