@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from howlinear.linear.accumulators import TILE
+from howlinear import fit
+from howlinear.linear import accumulators, tiles
+from howlinear.linear.accumulators import TILE, merged
 from howlinear.linear.moments import PANEL, TSQR, Moments
+from howlinear.linear.stores import OutNorm
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 
@@ -249,3 +252,47 @@ def test_narrowing_gives_the_moments_of_the_first_columns(kind, n, cut):
     assert (wide.n, narrow.n) == (n, 2 * n)
     with pytest.raises(ValueError, match="cannot narrow"):
         wide.narrow(2 * PANEL + 1)
+
+
+class NoFloat64(torch.Tensor):
+    """A tensor on a device without float64, such as mps: to be moved away before it is widened."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        moved = func is torch.Tensor.cpu or (
+            func is torch.Tensor.to and args[1:] == (torch.device("cpu"),)
+        )
+        if moved:
+            return out.as_subclass(torch.Tensor)
+        if isinstance(out, cls) and out.dtype == torch.float64:
+            raise TypeError(f"{func.__name__}: this device has no float64")
+        return out
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**50])
+def test_rows_of_a_device_without_float64(monkeypatch, size):
+    for module in (tiles, accumulators):
+        monkeypatch.setattr(module, "widest", lambda device: torch.float32)
+    x, y = rows(300, dtype=torch.float32)
+    weight = torch.linspace(0.5, 2, 300)
+    want = filled(Moments, x * size, y * size, weight, precision="mixed")
+    far = [t.as_subclass(NoFloat64) for t in (x * size, y * size, weight)]
+    got = filled(Moments, *far, precision="mixed")
+    assert torch.equal(got.S_xx, want.S_xx)
+    norm = torch.nn.RMSNorm(5, eps=1e-6)
+    norm.weight.data = torch.linspace(1, 2, 5).as_subclass(NoFloat64)
+    assert OutNorm.of(norm, 5) is not None
+    with pytest.raises(TypeError, match="no float64"):
+        far[0].double()
+
+
+@BOTH
+def test_nothing_is_made_on_the_default_device(kind):
+    """With another default device, everything stays where the rows are."""
+    x, y = rows(300)
+    want = fit(filled(kind, x, y), ridge=0.5)
+    with torch.device("meta"):
+        got = fit(filled(kind, x, y), ridge=0.5)
+        fit(merged([filled(kind, x, y), filled(kind, x, y)]), intercept=False)
+    assert torch.equal(got.weight, want.weight)

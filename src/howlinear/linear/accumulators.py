@@ -79,7 +79,7 @@ class Accumulator:
         if rows == 0:
             return
         x, y = x.detach(), y.detach()
-        weight = None if weight is None else weight.to(self.device, torch.float64)
+        weight = None if weight is None else weight.to(self.device).double()
         few = not self._filled and self._kept.n + rows <= self.d_in // 2
         if few or self.precision == "float64":  # else products are made on the device of the rows
             x, y = x.to(self.device), y.to(self.device)

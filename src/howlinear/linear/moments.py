@@ -99,15 +99,15 @@ class Moments(Accumulator):
         d = self.d_in
         total = z.sum(0) if w is None else w @ z
         check_finite(total[:d], total[d:])
-        scale = _power_of_two(torch.linalg.vector_norm(z, math.inf, 0).to(self._total))  # (D,)
+        scale = _power_of_two(self._here(torch.linalg.vector_norm(z, math.inf, 0)))  # (D,)
         if plain := float(scale.min()) > 2.0**-40 and float(scale.max()) < 2.0**40:
             scale.fill_(1)  # no risk of overflow
         else:
-            z /= scale.to(z)
+            z /= scale.to(z.dtype).to(z.device)
         squares = z[:, d:].square()
         yy = squares.sum(0) if w is None else w @ squares
-        self._total += total.to(self._total) * top
-        self._yy += yy.to(self._yy) * scale[d:].square() * top
+        self._total += self._here(total) * top
+        self._yy += self._here(yy) * scale[d:].square() * top
         right = z.float()
         left = right[:, :d] if w is None else (z[:, :d] * w[:, None]).float()
         for i, panel in self._views():
@@ -116,7 +116,11 @@ class Moments(Accumulator):
             if plain:
                 panel.add_(product.to(self.device), alpha=top)
             else:
-                panel.addcmul_(product.to(panel) * (scale[i:j, None] * top), scale[i:])
+                panel.addcmul_(self._here(product) * (scale[i:j, None] * top), scale[i:])
+
+    def _here(self, value: Tensor) -> Tensor:
+        """In float64 where the sums are; moved first, since the rows' device may have no float64."""
+        return value.to(self.device).double()
 
     def _combine(self, other: Self, delta: Tensor) -> None:
         total, yy = other._total, other._yy

@@ -119,7 +119,7 @@ def _solve_root(
 ) -> tuple[Tensor, int, Tensor]:
     """(W, rank, Z) from factors, R'R = S_xx and R'Y = S_xy."""
     if ridge:
-        R = torch.cat([R, math.sqrt(ridge) * torch.eye(len(R), dtype=R.dtype)])
+        R = torch.cat([R, torch.diag(R.new_full((len(R),), math.sqrt(ridge)))])
         Y = torch.cat([Y, Y.new_zeros(len(R) - len(Y), Y.shape[1])])
         Q, R = torch.linalg.qr(R)
         Y = Q.t() @ Y

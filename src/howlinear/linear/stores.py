@@ -75,10 +75,10 @@ class OutNorm:
         like = next(module.parameters()).detach()
         rows = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(like)
         with torch.no_grad():
-            one, real = module(torch.ones_like(rows[:1]))[0].double().cpu(), module(rows)
+            one, real = module(torch.ones_like(rows[:1]))[0].cpu().double(), module(rows)
         norm = cls(one * (1 + eps) ** 0.5, eps)
         close = 8 * float(torch.finfo(like.dtype).eps)
-        same = torch.allclose(norm(rows.double().cpu()), real.double().cpu(), close, close)
+        same = torch.allclose(norm(rows.cpu().double()), real.cpu().double(), close, close)
         return norm if same else None
 
 

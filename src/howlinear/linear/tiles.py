@@ -59,7 +59,7 @@ def mean_row(x: Tensor, y: Tensor, device: torch.device) -> Tensor:
     wide = widest(x.device)
     means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=wide) for t in (x, y)]
     check_finite(*means)
-    return torch.cat(means).to(device, torch.float64)
+    return torch.cat(means).to(device).double()  # in this order: mps has no float64
 
 
 def tiles(
