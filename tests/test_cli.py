@@ -20,7 +20,9 @@ from howlinear.models import loading
 from howlinear.models.corpus import open_text
 from howlinear.models.families import Block
 from howlinear.profiling.needs import moments_bytes
+from howlinear.profiling.passes import Pass
 from howlinear.run import room
+from howlinear.run.folder import RunFolder
 from reports import planted_run
 
 SMALL = Path(__file__).parent / "models" / "llama"
@@ -202,6 +204,26 @@ def test_a_result_that_cannot_be_written_is_printed(little, tmp_path, here, monk
         assert re.fullmatch(
             r"howlinear: .*\.json cannot be written \(No space left on device\)", line
         )
+
+
+def test_a_profile_that_cannot_be_written_is_printed_and_not_measured_again(
+    tmp_path, here, monkeypatch
+):
+    args = ("profile", SMALL, "--tokens", "4096", "--max-length", "128", "--blocks", "0")
+    args += ("-o", tmp_path / "run")
+    write = RunFolder.write
+    with monkeypatch.context() as full:
+        full.setattr(
+            RunFolder, "write", lambda r, d: (no_space if d["kind"] == "profile" else write)(r, d)
+        )
+        first = here(*args)
+    assert first.returncode == 2
+    assert "R2 from" in first.stdout
+    assert "results in" not in first.stdout
+    monkeypatch.setattr(Pass, "read", lambda *_: pytest.fail("read again"))
+    again = here(*args)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith(first.stdout)
 
 
 def test_models_that_are_not_there(tmp_path, complaint):

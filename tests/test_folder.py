@@ -60,6 +60,16 @@ def test_results_of_other_settings_stay_in_the_file(run):
     assert run.alike(swaps(100, 2) | {"model": MODEL | {"weights": "other"}}) is None
     run.add(swaps(100, 1), whole)
     assert run.sets("swap") == [swaps(100, 1), swaps(200, 1)]
+    for speed in (1, 2, 2):  # no blocks, but nothing of it is lost either
+        run.add(head("bench", settings={}, speeds=[speed]))
+    assert [bench["speeds"] for bench in run.sets("bench")] == [[2], [1]]
+    compressed = head("compress", settings={}, blocks=[], curve=[{"share": 0.1}])
+    for more in ({}, {"exported": {"folder": "small"}}, {"curve": []}):
+        run.add(compressed | more)
+    assert [c["curve"] for c in run.sets("compress")] == [[], [{"share": 0.1}]]
+    for rank in (3, 4, 4):  # a plan has no settings
+        run.add(head("plan", blocks=[{"index": 0, "rank": rank}], command=str(rank)))
+    assert [plan["blocks"][0]["rank"] for plan in run.sets("plan")] == [4, 3]
     run.write(whole | {"earlier": 3})
     with pytest.raises(ValueError, match=r"swap\.json is damaged"):
         run.add(whole)

@@ -44,6 +44,8 @@ MEASURED = ("profile", "shard")
 DERIVED = ("swap", "swap-experts", "probe", "plan", "compress", "control-*")
 #: Settings that change how fast a result is measured, not what it says.
 COURSE = ("batch_size", "resumed")
+#: What a result says about its making, beside its settings.
+MADE_BY = ("command", "versions")
 #: What must be the same for a model to be the run's.
 MODEL = ("family", "revision", "parameters", "weights")
 
@@ -300,34 +302,38 @@ def _alike(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 
 
 def _says_all(data: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Does a result have every block of an earlier one, with the same numbers and settings?"""
-    if _measured_with(data) != _measured_with(before) or data.get("model_b") != before.get(
-        "model_b"
-    ):
+    """Does a result say everything that an earlier one says, with the same settings?"""
+    if _measured_with(data) != _measured_with(before):
         return False
-    blocks = clean(data["blocks"])
-    if "settings" not in data:  # a plan: its blocks belong together
-        return bool(blocks == before["blocks"])
-    return all(block in blocks for block in before["blocks"])
+    now = clean(data)
+    if "settings" in now and "blocks" in now:
+        exported = before.get("exported") in (None, now.get("exported"))
+        lists = [(now.get(name, []), before.get(name, [])) for name in ("blocks", "curve")]
+        return exported and all(item in ours for ours, theirs in lists for item in theirs)
+    return all(now.get(name) == before[name] for name in before if name not in MADE_BY)
 
 
 def _measured_with(data: Mapping[str, Any]) -> dict[str, Any]:
-    settings, model, versions = (data.get(name) or {} for name in ("settings", "model", "versions"))
+    names = ("settings", "model", "model_b", "versions")
+    settings, model, other, versions = (data.get(name) or {} for name in names)
     return {
         "settings": clean({k: v for k, v in settings.items() if k not in COURSE}),
         "corpus": data.get("corpus"),
-        "weights": model.get("weights"),
+        "weights": (model.get("weights"), other.get("weights")),
         "howlinear": versions.get("howlinear"),
     }
 
 
 def _is_result(data: Any) -> bool:
-    """Has it blocks, and are the parts that `_measured_with` reads as expected?"""
-    if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
+    """Has it blocks (a bench has none), and the parts that say how it was measured?"""
+    if not isinstance(data, dict):
         return False
-    parts = (data.get(name) for name in ("settings", "model", "versions", "base"))
-    blocks = (isinstance(b, dict) and type(b.get("index")) is int for b in data["blocks"])
-    return all(isinstance(part, dict | None) for part in parts) and all(blocks)
+    blocks = data.get("blocks", [] if data.get("kind") == "bench" else None)
+    if not isinstance(blocks, list):
+        return False
+    names = ("settings", "model", "model_b", "versions", "base")
+    parts = all(isinstance(data.get(name), dict | None) for name in names)
+    return parts and all(isinstance(b, dict) and type(b.get("index")) is int for b in blocks)
 
 
 def _kind(asked: Mapping[str, Any]) -> str:
