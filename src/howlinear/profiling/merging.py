@@ -140,13 +140,16 @@ def merge_runs(
     part = out.with_name(f".{out.name}.part")  # renamed when it is whole
     shutil.rmtree(part, ignore_errors=True)
     measured = list[Measured]()
-    for block in heads[0].blocks:
-        store = _added(heads, block, notes)
-        save_moments(part, store)
-        measured.append(measure_store(store, split, settings["tokens"]).saved(part))
-        if progress is not None and not block.expert:
-            progress(1)
-    _replace(out, part, overwrite)
+    try:
+        for block in heads[0].blocks:
+            store = _added(heads, block, notes)
+            save_moments(part, store)
+            measured.append(measure_store(store, split, settings["tokens"]).saved(part))
+            if progress is not None and not block.expert:
+                progress(1)
+        _replace(out, part, overwrite)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # what an interruption or a full disk leaves
     settings["precision_difference"] = differences_of(measured)
     records, experts = divided(measured)
     return Profile(records, *saved_maps(out, records), [], settings, _about(heads, notes), experts)
@@ -160,7 +163,6 @@ def _replace(out: Path, part: Path, overwrite: bool) -> None:
         RunFolder(out).remove_progress()
     for name in ("moments", "maps"):
         (part / name).rename(out / name)
-    part.rmdir()
 
 
 def check_addable(heads: Sequence[Head]) -> None:
