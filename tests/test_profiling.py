@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from howlinear import Profile, profile
+from howlinear import Profile, profile, text_loss
 from howlinear.linear.folds import CELL, Folds, RowSplit
 from howlinear.linear.rows import SAMPLE, RowSample
 from howlinear.models.families import blocks
@@ -329,6 +329,25 @@ def test_not_finite_activations_are_located(llama):
         ),
     ):
         profile(llama, windows[:34], at=at, batch_size=16)
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"])
+def test_a_weight_that_is_not_finite_is_named(path):
+    model = tiny.model("llama")
+    model.get_submodule(path).weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=rf"block 1 .*; the weight {path}.weight is not") as error:
+        profile(model, ids(170))
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_and_weights_that_are_not_there_are_one_line():
+    wrong = ids(170)
+    wrong[3, 4] = tiny.VOCABULARY + 7
+    for measure in (profile, text_loss):
+        with pytest.raises(ValueError, match="token id 57 is not in the vocabulary of Llama"):
+            measure(tiny.model("llama"), wrong)
+        with pytest.raises(ValueError, match="has no weights, it is on the meta device"):
+            measure(tiny.model("llama").to("meta"), ids(170))
 
 
 def test_a_run_folder_reads_back(measured, tmp_path):

@@ -34,7 +34,7 @@ from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
 from howlinear.models.families import Block, backbone, blocks, call_options
 from howlinear.models.hooks import evaluating, tap
-from howlinear.models.offload import device_of
+from howlinear.models.offload import check_weights, device_of
 from howlinear.run.work import Work
 
 IDS = "input_ids"
@@ -206,6 +206,7 @@ class Forward:
 
     def __init__(self, model: nn.Module, *, head: bool = False) -> None:
         self.model, self.net = model, model if head else backbone(model)
+        check_weights(model)
         self.device = device_of(model)
         bfloat16.check(next(model.parameters()).dtype, self.device)
         config: Any = getattr(model, "config", None)
@@ -214,12 +215,34 @@ class Forward:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
         """The net's output; None after a StopForward."""
+        if IDS in inputs:
+            check_ids(self.model, inputs)
         here = {k: v.to(self.device) for k, v in inputs.items() if k != "labels"}
         if self.two_sided and IDS in here and not any(k.startswith("decoder_") for k in here):
             here["decoder_input_ids"] = here[IDS]
         # not inference mode: what a model in training caches, it must train with
         with torch.no_grad(), evaluating(self.model), suppress(StopForward):
             return self.net(**here, **self.options)
+
+
+def check_ids(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """ValueError for token ids that the model has no embedding for.
+
+    Beside images or audio, ids may also name places that the model fills itself.
+    """
+    try:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return
+    size, ids = getattr(table, "num_embeddings", None), inputs[IDS]
+    if size is None or not ids.numel() or any(v.is_floating_point() for v in inputs.values()):
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"token id {low if low < 0 else high} is not in the vocabulary of "
+            f"{type(model).__name__}, 0 to {size - 1}: is the tokenizer another model's?"
+        )
 
 
 Receive = Callable[[Batch, Block, Rows], None]

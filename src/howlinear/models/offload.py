@@ -43,6 +43,15 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
+def check_weights(model: nn.Module) -> None:
+    """ValueError for a model on the meta device that nothing will load weights into."""
+    if is_offloaded(model) and not any(_hooks(part) for part in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no weights, it is on the meta device: load it with "
+            "howlinear.load or from_pretrained"
+        )
+
+
 def device_of(module: nn.Module) -> torch.device:
     """The device that a module runs on."""
     for parameter in module.parameters():

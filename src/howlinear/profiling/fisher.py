@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from howlinear.losses.readout import Readout
 from howlinear.models.families import Block, call_options
-from howlinear.models.forward import IDS, Windows
+from howlinear.models.forward import IDS, Windows, check_ids
 from howlinear.models.hooks import evaluating
 
 TOKENS = 256  # a few hundred tokens rank blocks as well as thousands do
@@ -48,7 +48,8 @@ def fisher(
     """Mean squared gradient of each block's output features, (d_out,) float64 on the CPU.
 
     Reads TOKENS tokens spread over the windows `ids` (n, length). None for models that predict no
-    next token of the text they read, and for models made in inference mode: no gradients there.
+    next token of the text they read, or none that is finite, and for models made in inference mode:
+    no gradients there.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
@@ -64,8 +65,12 @@ def fisher(
     ids = ids[torch.linspace(0, len(ids) - 1, count).long()]
     sums = {block.index: torch.zeros(block.d_out, dtype=torch.float64) for block in at}
     size = max(1, LOGITS // (readout.vocabulary * ids.shape[1]))
+    check_ids(model, {IDS: ids})
     for batch in ids.split(size):
-        for index, gradient in _gradients(model, at, batch.to(readout.device), generator).items():
+        gradients = _gradients(model, at, batch.to(readout.device), generator)
+        if not gradients:
+            return None
+        for index, gradient in gradients.items():
             flat = gradient.reshape(-1, gradient.shape[-1])
             sums[index] += flat.float().square().sum(0).cpu()  # mps has no float64
     return {index: total / ids.numel() for index, total in sums.items()}
@@ -74,9 +79,12 @@ def fisher(
 def _gradients(
     model: nn.Module, at: Sequence[Block], ids: Tensor, generator: torch.Generator
 ) -> dict[int, Tensor]:
+    """By block index; none where predictions are not finite: the pass says which block is not."""
     with torch.enable_grad(), evaluating(model), _leaves(model, at) as leaves:
         logits = model(input_ids=ids, **call_options(model)).logits
         p = logits.detach().float().softmax(-1)
+        if not bool(p.isfinite().all()):
+            return {}
         drawn = torch.multinomial(p.flatten(0, -2).cpu(), 1, generator=generator).to(p.device)
         p.flatten(0, -2).scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=p.dtype))
         p[:, -1] = 0  # the token after the last is not part of the window

@@ -217,7 +217,7 @@ def _recording(reading: Pass, stores: Sequence[BlockStore]) -> Iterator[Callable
 
     def take(block: Block, rows: Rows) -> None:
         if store := by_name.get(name_of(block)):  # else an expert of another group
-            _update(store, rows, current, reading.split)
+            _update(store, rows, current, reading)
         missing.discard(block)
         if stop and not missing:
             raise StopForward
@@ -234,9 +234,12 @@ def _recording(reading: Pass, stores: Sequence[BlockStore]) -> Iterator[Callable
         yield start
 
 
-def _update(store: BlockStore, rows: Rows, batch: Batch, split: Split) -> None:
+def _update(store: BlockStore, rows: Rows, batch: Batch, reading: Pass) -> None:
     try:
-        store.update(rows, batch.offsets, split)
+        store.update(rows, batch.offsets, reading.split)
     except ValueError as err:
         name = f"block {store.block.index} ({store.block.path}), batch {batch.number}"
-        raise ValueError(f"{name}: {err}") from None
+        named = reading.model.named_parameters()
+        damaged = (n for n, p in named if not p.is_meta and not bool(p.isfinite().all()))
+        weight = next((f"; the weight {n} is not finite" for n in damaged), "")
+        raise ValueError(f"{name}: {err}{weight}") from None
