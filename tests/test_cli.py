@@ -131,28 +131,6 @@ def test_text_from_a_file_and_from_stdin(wikitext, tmp_path, here):
     assert one["corpus"]["part"] == "first 80 %"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tokens", "300"], "lower --max-length"),
-        (["--tokens", "512", "--max-length", "128"], "tokens would do"),
-        (["--text-file", "nowhere.txt"], "nowhere.txt does not exist"),
-        (["--text-file", "a", "--dataset", "b"], "not both"),
-        (["--blocks", "77"], "0-5"),
-        (["--blocks", "nonsense.*"], "matches no block"),
-        (["--dtype", "int3"], "--dtype takes"),
-        (["--device", "cuda:9"], "--device cpu"),
-        (["--solver", "magic"], "magic"),
-        (["--folds", "1"], "folds"),
-        (["--bos", "always"], "has no BOS token"),
-        (["--no-such-flag"], "no-such-flag"),
-    ],
-)
-def test_mistakes_are_one_line(minilm, tmp_path, complaint, flags, message):
-    assert message in complaint("profile", minilm, "-o", tmp_path / "run", *flags)
-    assert not (tmp_path / "run").exists()
-
-
 def no_space(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -235,9 +213,7 @@ def test_models_that_are_not_there(tmp_path, complaint):
 
 def test_too_little_memory_is_refused_with_a_way_out(monkeypatch):
     monkeypatch.setattr(room, "available_memory", lambda: 10**9)
-    with pytest.raises(
-        ValueError, match=r"need 2\.0 GB of memory and 1\.0 GB are free: lower --folds"
-    ):
+    with pytest.raises(ValueError, match=r"need 2 GB of memory and 1 GB are free: lower --folds"):
         check_room(2 * 10**9, 1, Path("x"))
     with pytest.raises(ValueError, match=r"GB of disk .* are free in .*--folds"):
         check_room(1, 10**18, Path("x"))

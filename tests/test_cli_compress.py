@@ -65,22 +65,6 @@ def test_baselines_are_in_the_table(squeezed):
         assert method in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        ((), "name one with -o"),
-        (("--dry-run", "--remove-params", "20%", "--blocks", "1"), "--remove-params and --blocks"),
-        (("--dry-run", "--remove-params", "lots"), "write 5% or 0.05"),
-        (("--dry-run", "--max-ppl-increase", "-1%"), "write 5% or 0.05"),
-        (("--dry-run", "--rank", "some", "--blocks", "1"), "--rank 'some'"),
-        (("--dry-run", "--blocks", "7"), "0-2"),
-        (("--dry-run", "--plan", "nowhere.json"), "nowhere.json does not exist"),
-    ],
-)
-def test_mistakes_are_one_line(copied, complaint, args, told):
-    assert told in complaint("compress", copied, *args)
-
-
 def test_a_folder_that_holds_something_is_left_alone(copied, complaint, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
     assert "is not empty" in complaint("compress", copied, "-o", tmp_path, "--blocks", "1")

@@ -139,48 +139,9 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
         source.fit_windows()
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ("profile", "{model}", "--corpus", "a=x.txt", "--text-file", "y.txt"),
-            "all texts with --corpus",
-        ),
-        (
-            ("profile", "{model}", "--corpus", "a=wikitext", "--corpus", "a=python-docs"),
-            "occurs twice",
-        ),
-        (("profile", "{model}", "--corpus", "../x=wikitext"), "NAME=SOURCE"),
-        (("profile", "{model}", "--corpus", "a=missing.txt"), "does not exist"),
-        (("control", "cross-feed", "{model}", "{wide}"), "only models of one width"),
-        (("control", "cross-feed", "{model}", "{model}", "--pairs", "9:9"), "3 and 3 blocks"),
-        (("control", "checkpoints", "{root}", "--revisions", "step7"), "has no checkpoint step7"),
-        (("control", "checkpoints", "some/model"), "--revisions step0,main"),
-        (("control", "matched", "{run}", "--text-file", "python-docs"), "is not the text of"),
-        (("control", "matched", "{model}", "--model", "x"), "is for a run"),
-        (("compare", "{run}"), "two or more"),
-        (("compare", "{run}", "{root}"), "does not exist"),
-    ],
-)
-def test_mistakes(complaint, little, wide, args, message):
-    places = {"model": little / "model", "run": little / "run", "root": little, "wide": wide}
-    given = [str(arg).format(**places) for arg in args]
-    text = () if "compare" in args or "{run}" in args or "profile" in args else COMMON
-    assert message in complaint(*given, *text)
-
-
 def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, monkeypatch):
     monkeypatch.setattr("howlinear.run.room.available_memory", lambda: 1000)
     said = complaint("control", "matched", little / "run")
-    assert "GB are free: measure fewer --blocks" in said
+    assert "are free: measure fewer --blocks" in said
     model = str(little / "model")
     assert "name fewer --pairs" in complaint("control", "cross-feed", model, model, *COMMON)
-
-
-@pytest.fixture(scope="module")
-def wide(little, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wide")
-    shutil.copytree(little / "model", folder, dirs_exist_ok=True)
-    torch.manual_seed(0)
-    tiny.model("llama", vocab_size=30522, hidden_size=32).save_pretrained(folder)
-    return folder

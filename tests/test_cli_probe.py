@@ -56,19 +56,3 @@ def test_a_real_encoder(small_run, here, tmp_path):
     assert r2 == sorted(r2)
     assert r2[-1] == pytest.approx(1, abs=1e-6)
     assert block["quantised"]["int8"]["error"] < 0.01
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--kind", "magic"], "there is no probe 'magic'"),
-        (["--blocks", "9"], "0-2"),
-        (["--solver", "theirs"], "theirs"),
-        (["--rank", "0"], "rank"),
-        (["--seeds", "0"], "seeds"),
-        (["--rows", "0"], "rows"),
-    ],
-)
-def test_mistakes_are_one_line(little, complaint, flags, message):
-    assert message in complaint("probe", little / "run", *flags)
-    assert "profile.json does not exist" in complaint("probe", little / "nowhere")

@@ -64,8 +64,10 @@ def test_foreign_files_are_refused_in_one_line(tmp_path, content, message):
 
 
 def test_a_missing_file_says_so(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match=r"is not a run folder .* it has no x\.json"):
         read_json(tmp_path / "x.json", "profile")
+    with pytest.raises(ValueError, match=r"nowhere does not exist: name a run folder"):
+        read_json(tmp_path / "nowhere" / "x.json", "profile")
 
 
 def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
@@ -80,7 +82,7 @@ def test_index_ranges_read_as_blocks_takes_them():
     from howlinear.records.words import ranges
 
     assert ranges([3, 5, 9, 10, 11, 12]) == "3,5,9-12"
-    assert depth_indices(ranges([0, 1, 7]), 8) == [0, 1, 7]
+    assert depth_indices(ranges([0, 1, 7]), range(8)) == [0, 1, 7]
 
 
 def test_the_standard_error_of_a_ratio_is_the_linearised_one():

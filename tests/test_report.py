@@ -653,24 +653,3 @@ def test_the_command_writes_a_page_and_says_where(full, tmp_path, here):
         "page": str(out),
         "figures": [],
     }
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["nowhere"], "profile.json does not exist: is nowhere a run folder?"),
-        (["run", "-o", "."], "is a folder: name a file with -o"),
-        (["run", "-o", "no/such/page.html"], "there is no folder no/such"),
-        (["run", "run"], "is named twice"),
-        (["run", "--figures", "run/profile.json"], "is a file: name a folder with --figures"),
-        (["empty"], "lists no blocks"),
-    ],
-)
-def test_mistakes_are_answered_in_one_line(given, said, tmp_path, monkeypatch, complaint):
-    monkeypatch.chdir(tmp_path)
-    planted_run(tmp_path / "run", blocks=2, full=False)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "profile.json").write_text(
-        '{"kind": "profile", "schema": 1, "blocks": []}'
-    )
-    assert said in complaint("report", *given)

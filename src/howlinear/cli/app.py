@@ -92,9 +92,9 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; no incomplete file is left", INTERRUPTED)
     except UsageError as err:
-        _fail(err.format_message(), 2)
+        _fail(err.format_message() or "no command: howlinear --help lists them", 2)
     except (ValueError, OSError) as err:
-        _fail(str(err), 2)
+        _fail(str(err) or type(err).__name__, 2)
     except (MemoryError, RuntimeError) as err:
         text, kinds = str(err), {kind.__name__ for kind in type(err).__mro__}
         if "gloo" in text or "DistError" in kinds:

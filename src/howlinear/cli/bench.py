@@ -15,7 +15,7 @@ from howlinear.records.words import count, number, size
 
 Against = Annotated[
     str | None,
-    Option(help="A second model, timed by turns; built-in: the built-in model."),
+    Option(help="A second model, timed by turns: a hub id, a folder, a .gguf file or built-in."),
 ]
 PrefillTokens = Annotated[int, Option(help="Tokens of each prefill.", min=1)]
 NewTokens = Annotated[int, Option(help="Tokens to decode.", min=1)]
@@ -48,7 +48,7 @@ def bench(
     if against is None:
         result = speed.measure(net, folder=model, **options)
     else:
-        name = None if against == "built-in" else against
+        name = flags.named(against)
         other, _ = loader.load(name, dtype=dtype)
         result = speed.compare_speeds(net, other, folders=(model, name), **options)
         result.about["against"] = loading.describe(other, name)
@@ -98,5 +98,6 @@ def show_bench(console: Console, data: dict[str, Any]) -> None:
     if comparison is not None:
         write(console, comparison["verdict"])
     if comparison is not None and comparison["saved_share"] is not None:
-        share = number(comparison["saved_share"], 2)
-        write(console, f"share of the promised saving of time: {share}")
+        share, promised = comparison["saved_share"], 1 - 1 / comparison["promised"]
+        saved = number(100 * share * promised, 0)
+        write(console, f"{saved} % of the time of prefill saved; by multiply-adds {promised:.0%}")

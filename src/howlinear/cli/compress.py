@@ -14,7 +14,7 @@ from howlinear.cli.printer import Column, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockCompression
 from howlinear.records.files import check_writable
-from howlinear.records.words import number, perplexity, signed
+from howlinear.records.words import number, perplexity, plural, signed, size
 from howlinear.run import room
 
 Out = Annotated[Path | None, Option("--out", "-o", help="Folder to write the smaller model to.")]
@@ -78,6 +78,7 @@ def compress(
     source = RunSource(run, model, text_file)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
     settings = _settings(rank, keep_units, curve, export)
+    source.check_blocks(blocks)
     source.folder.check_addable("plan", "compress")
     if out is not None:
         check_free(out)
@@ -105,11 +106,11 @@ def compress(
 
 def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
     """Fields of `CompressSettings`."""
-    shares = [flags.share_of(part, "--curve") for part in curve.split(",")] if curve else ()
-    if export == "nemotron-nas":  # has no place for biases, factors and units
-        return {"curve": shares, "rank": "full", "units": 0, "intercept": False}
+    shares = [flags.share_of(part, "--curve", most=1) for part in curve.split(",")] if curve else ()
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
+    if export == "nemotron-nas":  # has no place for biases, factors and units
+        return {"curve": shares, "rank": "full", "units": 0, "intercept": False}
     return {"curve": shares, "rank": matrix_rank, "units": units, "even": export == "narrow"}
 
 
@@ -132,7 +133,7 @@ def _amount(
     from howlinear.records.files import read_json
 
     if remove_params is not None:
-        budget = Budget(parameters=flags.share_of(remove_params, "--remove-params"))
+        budget = Budget(parameters=flags.share_of(remove_params, "--remove-params", most=1))
     else:
         budget = Budget(perplexity=flags.share_of(max_ppl_increase or "5%", "--max-ppl-increase"))
     chosen = None if plan is None else plans.from_dict(read_json(plan, "plan"))
@@ -173,7 +174,7 @@ def _check_memory(net: Any, at: list[Any], tokens: int) -> None:
     needed = memory(at, {b: hidden_count(net, b) for b in at}, tokens)
     subject = f"fitting on {tokens} tokens at once needs"
     room.check_memory(needed, subject, "profile fewer --tokens")
-    say(f"{tokens} tokens to fit on; about {needed / 1e9:.1f} GB of memory")
+    say(f"{tokens} tokens to fit on; about {size(needed)} of memory")
 
 
 # -- tables
@@ -221,7 +222,10 @@ def show_compression(
 ) -> None:
     """The tables that `howlinear compress` prints: replaced blocks, and methods."""
     replaced = [b for b in blocks if b.replaced]
-    write(console, f"{data['model']['id']}: {len(replaced)} of {len(blocks)} blocks replaced")
+    write(
+        console,
+        f"{data['model']['id']}: {len(replaced)} of {plural(len(blocks), 'block')} replaced",
+    )
     print_table(console, BLOCKS, replaced)
     removed = data["removed"]
     write(

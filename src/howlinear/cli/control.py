@@ -15,7 +15,7 @@ from howlinear.cli import flags
 from howlinear.cli.output import made_by, progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import Loader, RunSource, absolute, window_length
-from howlinear.records.words import known, number, signed, span, with_se
+from howlinear.records.words import known, number, plural, signed, size, span, with_se
 from howlinear.run import room
 from howlinear.run.folder import RunFolder
 
@@ -30,7 +30,8 @@ TRAINING = "control-checkpoints"  # the file of `checkpoints`
 ModelOrRun = Annotated[
     str | None,
     Argument(
-        help="A run folder, a hub id, a folder or a .gguf file; the built-in model if omitted."
+        help="A run folder, a hub id, a folder, a .gguf file or built-in, which is the default.",
+        callback=flags.named,
     ),
 ]
 Out = Annotated[
@@ -42,8 +43,14 @@ SeedCount = Annotated[int, Option(help="Number of untrained models.", min=1)]
 Shuffled = Annotated[
     bool, Option("--shuffled", help="Permute trained weights instead of drawing new ones.")
 ]
-ModelA = Annotated[str, Argument(help="Model A: a run folder, a hub id, a folder or a .gguf file.")]
-ModelB = Annotated[str, Argument(help="Model B, of the same width as A.")]
+ModelA = Annotated[
+    str,
+    Argument(
+        help="Model A: a run folder, a hub id, a folder, a .gguf file or built-in.",
+        callback=flags.named,
+    ),
+]
+ModelB = Annotated[str, Argument(help="Model B, of the same width as A.", callback=flags.named)]
 Pairs = Annotated[str, Option(help="Blocks to pair: same, all, or A:B such as 3:5,4:4.")]
 Checkpoints = Annotated[str, Argument(help="A hub id, or a folder of checkpoint folders.")]
 Revisions = Annotated[
@@ -342,7 +349,7 @@ def _folder(model: str | None) -> RunFolder:
 def _check_sums(needed: int, way_out: str) -> None:
     """Report the memory of the sums, and refuse too much."""
     room.check_memory(needed, "sums need", way_out)
-    say(f"{needed / 1e9:.1f} GB of memory for sums")
+    say(f"{size(needed)} of memory for sums")
 
 
 # -- tables
@@ -354,7 +361,10 @@ Row = dict[str, Any]
 def show_random_init(console: Console, data: dict[str, Any], blocks: list[Row]) -> None:
     """The table of `howlinear control random-init`."""
     settings, summary = data["settings"], data["summary"]
-    write(console, f"{data['model']['id']}, {len(blocks)} blocks, {settings['tokens']} tokens")
+    write(
+        console,
+        f"{data['model']['id']}, {plural(len(blocks), 'block')}, {settings['tokens']} tokens",
+    )
     columns = (
         Column("#", "index"),
         Column("R2 trained", lambda b: with_se(b["r2"], b["r2_se"])),
@@ -428,7 +438,10 @@ def show_cross_feed(console: Console, data: dict[str, Any], blocks: list[Row]) -
 def show_matched(console: Console, data: dict[str, Any], blocks: list[Row]) -> None:
     """The table of `howlinear control matched`."""
     settings = data["settings"]
-    write(console, f"{data['model']['id']}, {len(blocks)} blocks, {settings['tokens']} tokens")
+    write(
+        console,
+        f"{data['model']['id']}, {plural(len(blocks), 'block')}, {settings['tokens']} tokens",
+    )
     inputs = ["own", "gaussian", "whitened", *(f"x{scale:g}" for scale in settings["scales"])]
     columns = (
         Column("#", "index"),
@@ -448,7 +461,7 @@ def show_matched(console: Console, data: dict[str, Any], blocks: list[Row]) -> N
 
 def show_training(console: Console, data: dict[str, Any], blocks: list[Row]) -> None:
     """The table of `howlinear control checkpoints`: a row for each checkpoint."""
-    write(console, f"{data['asked']['model']}, {len(blocks)} blocks", width=console.width)
+    write(console, f"{data['asked']['model']}, {plural(len(blocks), 'block')}", width=console.width)
     room = max(1, (console.width - 28) // 6)
     step = max(1, -(-len(blocks) // room))  # every step-th block, as many as fit
     shown = [Column(str(b["index"]), str(b["index"]), number) for b in blocks[::step]]

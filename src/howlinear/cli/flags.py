@@ -13,9 +13,17 @@ from typer import Argument, Option
 
 # -- models, runs and results
 
+
+def named(model: str | None) -> str | None:
+    """A model as `loading.load` names it: None is the built-in one."""
+    return None if model == "built-in" else model
+
+
 ModelName = Annotated[
     str | None,
-    Argument(help="A hub id, a folder or a .gguf file; the built-in model if omitted."),
+    Argument(
+        help="A hub id, a folder, a .gguf file or built-in, which is the default.", callback=named
+    ),
 ]
 RunPath = Annotated[Path, Argument(help="A run folder that `howlinear profile` wrote.")]
 RunModel = Annotated[
@@ -70,15 +78,17 @@ Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")
 # -- values
 
 
-def share_of(text: str, flag: str) -> float:
-    """A share written as 5%, 5 % or 0.05."""
+def share_of(text: str, flag: str, most: float = 10) -> float:
+    """A share written as 5%, 5 % or 0.05, below `most`."""
     number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     try:
         value = float(number) / (100 if percent else 1)
     except ValueError:
         value = -1.0
-    if not 0 < value < 10:
-        raise ValueError(f"{flag} {text!r} is not a share: write 5% or 0.05")
+    if not 0 < value < most:
+        raise ValueError(
+            f"{flag} {text!r} is not a share above 0 and below {most:.0%}: write 5% or 0.05"
+        )
     return value
 
 

@@ -116,7 +116,6 @@ def progress_bars() -> Iterator[Progress]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} tokens"),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
@@ -132,9 +131,10 @@ def progress_bars() -> Iterator[Progress]:
 
             def advance(done: int) -> None:
                 bars.advance(number, done)
-                speed = bars.tasks[-1].speed
-                if speed:
-                    bars.update(number, rate=f"{speed:.0f}/s")
+                task = bars.tasks[-1]
+                of = f"/{tokens}" if tokens else ""
+                speed = f" {task.speed:.0f}/s" if task.speed else ""
+                bars.update(number, rate=f"{task.completed:.0f}{of} tokens{speed}")
 
             return advance
 

@@ -14,7 +14,7 @@ from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockProbe
-from howlinear.records.words import correlation, count, error, known, number, power, signed
+from howlinear.records.words import correlation, count, error, known, number, plural, power, signed
 from howlinear.run import room
 
 MAX_ROWS = 30_000  # by default
@@ -73,6 +73,7 @@ def probe(
     source.folder.check_addable("probe")
     kinds = probes.KINDS if kind == "all" else tuple(name.strip() for name in kind.split(","))
     settings = probes.ProbeSettings(kinds, rank=rank, solver=solver, seeds=seeds, seed=seed)
+    source.check_blocks(blocks)
     net = source.load(Loader("cpu", trust_remote_code, allow_pickle))
     read, budget = source.fit_windows(), min(rows or MAX_ROWS, source.settings["tokens"])
     text = (read, source.text, source.tokenizer, budget, source.bos, seed)
@@ -116,7 +117,7 @@ def _check_rows(net: Any, blocks: list[Any], counts: list[int]) -> int | None:
 def show_probes(console: Console, data: dict[str, Any], blocks: list[BlockProbe]) -> None:
     """The tables that `howlinear probe` prints."""
     rows, text = data["settings"]["rows"], data["corpus"]
-    write(console, f"{data['model']['id']}, {len(blocks)} blocks probed")
+    write(console, f"{data['model']['id']}, {plural(len(blocks), 'block')} probed")
     write(
         console,
         f"{text['name']}: fitted on {rows['fit']} rows of {text['fit']}, chosen on "
@@ -134,7 +135,7 @@ def show_probes(console: Console, data: dict[str, Any], blocks: list[BlockProbe]
     for name, summary in data["summary"].items():
         write(
             console,
-            f"{name.replace('_', ' ')} over {summary['blocks']} blocks: median "
+            f"{name.replace('_', ' ')} over {plural(summary['blocks'], 'block')}: median "
             f"{number(summary['median'], 4)}, largest {number(summary['max'], 4)}; correlation "
             f"with 1 - R2 {correlation(summary['pearson_with_1_minus_r2'])}, "
             f"of ranks {correlation(summary['spearman_with_1_minus_r2'])}",

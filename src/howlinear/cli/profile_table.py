@@ -9,7 +9,7 @@ from rich.console import Console
 
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.records.fields import BlockProfile
-from howlinear.records.words import bar, correlation, known, number, power, ranges, with_se
+from howlinear.records.words import bar, correlation, known, number, plural, power, ranges, with_se
 
 COLOURS = {
     "constant": "green",
@@ -56,7 +56,7 @@ def show_shard(console: Console, data: dict[str, Any], blocks: list[dict[str, An
     settings = data["settings"]
     part, parts = settings["shard"]
     rows = max(b["rows"] for b in blocks)
-    write(console, f"{data['model']['id']}, {len(blocks)} blocks")
+    write(console, f"{data['model']['id']}, {plural(len(blocks), 'block')}")
     write(
         console,
         f"shard {part} of {parts}: {settings['read']} of {settings['tokens']} tokens, {rows} rows "
@@ -67,7 +67,7 @@ def show_shard(console: Console, data: dict[str, Any], blocks: list[dict[str, An
 def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfile]) -> None:
     """The table that `howlinear profile` prints."""
     model, text, settings = data["model"], data["corpus"], data["settings"]
-    write(console, f"{model['id']}, {model['dtype']}, {len(blocks)} blocks")
+    write(console, f"{model['id']}, {model['dtype']}, {plural(len(blocks), 'block')}")
     scheme = f"{settings['folds']} folds" if settings["folds"] else "one 80/20 split"
     write(
         console,

@@ -24,7 +24,7 @@ from howlinear.cli.printer import (
     write_whole,
 )
 from howlinear.cli.profile import profile
-from howlinear.records.words import number
+from howlinear.records.words import number, plural
 from howlinear.report import paper
 from howlinear.report.paper import PREDICTED, Reproduction, reproduce_run
 from howlinear.run.folder import RunFolder
@@ -200,7 +200,9 @@ def _show(results: list[Reproduction], unreached: dict[str, str], as_json: bool)
 def show_reproduction(console: Console, result: Reproduction) -> None:
     """One run: a table of the profile, and one of swaps and probes if they were measured."""
     model, text, settings = (result.about[part] for part in ("model", "corpus", "settings"))
-    write(console, f"{model.get('id')}, {len(result.blocks)} blocks, the paper's protocol")
+    write(
+        console, f"{model.get('id')}, {plural(len(result.blocks), 'block')}, the paper's protocol"
+    )
     write(
         console,
         f"{text.get('name')} {text.get('part')}: {settings.get('tokens')} tokens in windows "

@@ -90,6 +90,12 @@ class RunSource:
         self.folder.check_model(loading.describe(self.net, self.model, self.revision))
         return self.net
 
+    def check_blocks(self, at: str | None) -> None:
+        """Refuse blocks that the run has not measured, before the model is loaded."""
+        from howlinear.swapping.maps import measured
+
+        measured(at, {b["index"]: b["path"] for b in self.profile["blocks"]})
+
     def blocks(self, at: str | None = None) -> list[Any]:
         """The model's blocks that the run has measured, or those `at`."""
         from howlinear.profiling.profiler import Profile

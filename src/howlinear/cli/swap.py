@@ -13,7 +13,17 @@ from howlinear.cli.output import progress_bars, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.records.fields import BlockSwap, ExpertSwap
-from howlinear.records.words import between, count, error, known, number, perplexity, power, signed
+from howlinear.records.words import (
+    between,
+    count,
+    error,
+    known,
+    number,
+    perplexity,
+    plural,
+    power,
+    signed,
+)
 
 PredictedTokens = Annotated[
     int, Option(help="Tokens to predict; half as many to choose units by.", min=1)
@@ -68,6 +78,7 @@ def swap(
 
     source = RunSource(run, model, text_file)
     EvalProtocol.parse(protocol)  # refused before the model is loaded
+    source.check_blocks(blocks)
     kind = "swap" if experts is None else "swap-experts"
     source.folder.check_addable(kind)
     ranks = Ranks.start()
@@ -134,7 +145,7 @@ EXPERTS = (
 def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) -> None:
     """The table that `howlinear swap` prints."""
     model, text, settings = data["model"], data["corpus"], data["settings"]
-    write(console, f"{model['id']}, {len(blocks)} blocks, each replaced alone")
+    write(console, f"{model['id']}, {plural(len(blocks), 'block')}, each replaced alone")
     base = data["base"]  # None for a model without a language-model head
     if base is not None:
         bits = base["bits_per_byte"]

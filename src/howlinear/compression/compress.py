@@ -31,7 +31,7 @@ from howlinear.models.families import Block
 from howlinear.models.forward import WindowsLike
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockCompression, BlockPlan
-from howlinear.records.words import signed
+from howlinear.records.words import plural, signed
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
 from howlinear.run.work import Progress, Work
@@ -110,7 +110,7 @@ class Compression(Result):
         }
 
     def _line(self) -> str:
-        replaced = f"{len(self.plan)} of {len(self.blocks)} blocks replaced"
+        replaced = f"{len(self.plan)} of {plural(len(self.blocks), 'block')} replaced"
         cost = "" if self.change is None else f", perplexity {signed(self.change.delta_ppl)}"
         return f"{replaced}, {self.removed:,} parameters removed{cost}"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from howlinear.controls.results import profiled
 from howlinear.records.fields import MONITORED
+from howlinear.records.words import plural
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder, model_difference
 from howlinear.run.work import Work
@@ -101,7 +102,7 @@ class Training(Result):
     def _line(self) -> str:
         names = self.measured
         which = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
-        return f"{len(names)} checkpoints{which}, {len(self.blocks)} blocks"
+        return f"{len(names)} checkpoints{which}, {plural(len(self.blocks), 'block')}"
 
 
 def read_training(run: RunFolder, settings: dict[str, Any]) -> Training:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.statistics import Sums, jackknife
-from howlinear.records.words import known
+from howlinear.records.words import known, plural
 from howlinear.report.results import Result
 from howlinear.run.work import Work
 
@@ -37,7 +37,7 @@ class Control(Result):
         }
 
     def _line(self) -> str:
-        return f"{self.kind}, {len(self.blocks)} blocks"
+        return f"{self.kind}, {plural(len(self.blocks), 'block')}"
 
 
 def estimate(

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from howlinear.models.twins import impurity
+from howlinear.records.words import ranges
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
     if pattern is None or re.fullmatch(r"[\d,\-\s]*", pattern):
         if not known:
             raise ValueError(f"no feed-forward blocks in {name}: {why}; name them: --blocks REGEX")
-        return known if pattern is None else [known[i] for i in depth_indices(pattern, len(known))]
+        at = range(len(known)) if pattern is None else depth_indices(pattern, range(len(known)))
+        return [known[i] for i in at]
     try:
         wanted = re.compile(pattern)
     except re.error as error:
@@ -409,18 +411,19 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def depth_indices(text: str, count: int) -> list[int]:
-    """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12."""
+def depth_indices(text: str, there: Sequence[int]) -> list[int]:
+    """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12; all must be `there`."""
     chosen: set[int] = set()
     for part in text.replace(",", " ").split():
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
             raise ValueError(f"--blocks {text!r}: {part!r} is no index and no range such as 9-12")
         first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < count:
+        if last < first:
+            raise ValueError(f"--blocks {text!r}: {part!r} ends before it begins")
+        if last > max(there) or not set(there).issuperset(range(first, last + 1)):
             raise ValueError(
-                f"--blocks {text!r}: {part!r} is not among the model's {count} blocks, "
-                f"which are 0-{count - 1}"
+                f"--blocks {text!r}: {part!r} is not among the blocks, which are {ranges(there)}"
             )
         chosen.update(range(first, last + 1))
     if not chosen:

@@ -13,6 +13,7 @@ from howlinear.probing.kinds import KINDS, Layers
 from howlinear.records.fields import BlockProbe
 from howlinear.records.files import blocks_of
 from howlinear.records.statistics import over_blocks, pearson, spearman
+from howlinear.records.words import plural
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
 
@@ -44,7 +45,7 @@ class Probes(Result):
 
     def _line(self) -> str:
         made = [kind for kind in KINDS if any(getattr(b, kind) is not None for b in self.blocks)]
-        return f"{len(self.blocks)} blocks; {', '.join(made)}"
+        return f"{plural(len(self.blocks), 'block')}; {', '.join(made)}"
 
     def save(self, folder: str | Path) -> None:
         """Write probe.json. Probes of other kinds and blocks on the same rows stay beside these."""

@@ -29,6 +29,7 @@ from howlinear.models.offload import is_offloaded
 from howlinear.profiling.fisher import first_tokens, fisher
 from howlinear.profiling.layerwise import layer_by_layer
 from howlinear.profiling.passes import Course, Pass, whole_model
+from howlinear.records.words import plural
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
 from howlinear.run.work import Ranks
@@ -117,7 +118,7 @@ class Shard(Result):
 
     def _line(self) -> str:
         part, parts = self.settings["shard"]
-        return f"{part} of {parts}, {len(self.blocks)} blocks, {self.settings['read']} tokens"
+        return f"{part} of {parts}, {plural(len(self.blocks), 'block')}, {self.settings['read']} tokens"
 
     @classmethod
     def load(cls, folder: str | Path) -> Shard:

@@ -36,6 +36,7 @@ from howlinear.models.hooks import evaluating
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.fields import MONITORED
 from howlinear.records.files import SCHEMA, atomic, clean, read_monitor
+from howlinear.records.words import plural
 from howlinear.report.results import extremes
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class LinearityMonitor:
         return training_html(repr(self).strip("<>"), clean(self.rows))
 
     def __repr__(self) -> str:
-        text = f"{len(self.blocks)} blocks, {len(self.rows)} measurements"
+        text = f"{plural(len(self.blocks), 'block')}, {len(self.rows)} measurements"
         if self.rows and self.rows[-1]["blocks"]:
             r2s = ((b["index"], b["r2"]) for b in self.rows[-1]["blocks"])
             text += f"; at step {self.rows[-1]['step']} R2 {extremes(r2s)}"

@@ -62,7 +62,7 @@ class Needs:
         passes = f" in {self.passes} passes over the text" if self.passes > 1 else ""
         return [
             f"{self.tokens} tokens, {_count(self.parameters)} parameters",
-            f"memory {size(self.memory)}: weights {size(self.weights)}, moments "
+            f"memory {size(self.memory)} beside that of Python and torch: weights {size(self.weights)}, moments "
             f"{size(self.moments)}, activations about {size(self.activations)}",
             f"disk {size(self.kept)} for moments and maps, {size(self.disk)} while it runs (saves "
             f"{size(self.saves)}{states})",

@@ -33,6 +33,7 @@ from howlinear.profiling.scores import Measured, is_expert, measure_store
 from howlinear.records.fields import BlockExpert, BlockProfile
 from howlinear.records.files import blocks_of
 from howlinear.records.statistics import summarise
+from howlinear.records.words import plural
 from howlinear.report.results import Result, extremes
 from howlinear.run.folder import RunFolder
 from howlinear.run.tensors import Saved, save_moments, saved_maps, write_map
@@ -101,7 +102,7 @@ class Profile(Result):
         return [("profile", self.blocks)]
 
     def _line(self) -> str:
-        return f"{len(self.blocks)} blocks, R2 {extremes((b.index, b.r2) for b in self.blocks)}"
+        return f"{plural(len(self.blocks), 'block')}, R2 {extremes((b.index, b.r2) for b in self.blocks)}"
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write the run folder; profile.json last, because it marks the run as complete.

@@ -50,7 +50,7 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
     try:
         data = _parsed(_text(path))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: is {path.parent} a run folder?") from None
+        raise ValueError(_absent(path, kind)) from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
         raise ValueError(f"{path} is not a readable JSON file: {one_line(err)}") from None
     if not isinstance(data, dict) or data.get("kind") != kind:
@@ -61,6 +61,14 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
             f"write it again or install the howlinear that wrote it"
         )
     return data
+
+
+def _absent(path: Path, kind: str) -> str:
+    if kind == "plan":
+        return f"{path} does not exist: name a plan.json that howlinear compress wrote (--plan)"
+    if not path.parent.is_dir():
+        return f"{path.parent} does not exist: name a run folder that howlinear profile wrote"
+    return f"{path.parent} is not a run folder of howlinear profile: it has no {path.name}"
 
 
 R = TypeVar("R", bound=Record)

@@ -84,6 +84,11 @@ def count(value: float, sign: str = "") -> str:
     return f"{value:{sign}.0f}"
 
 
+def plural(number: int, noun: str) -> str:
+    """1 block, 2 blocks"""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def size(count: float) -> str:
     """1.2 GB"""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from howlinear.records.fields import BlockProbe
 from howlinear.records.verdicts import COSTLY, SAFE
-from howlinear.records.words import number, percent, ranges
+from howlinear.records.words import number, percent, plural, ranges
 from howlinear.report.markup import Markup, definitions, joined, scrolled, table, tag
 from howlinear.report.runs import Run, inside, listed
 from howlinear.report.verdicts import MEASURED, SAFE_WORDS, verdict
@@ -51,7 +51,7 @@ def summary(run: Run, named: bool) -> Markup:
         return tag("p", f"{run.name}: the log of a training, without a profile.")
     low, high = (f(run.blocks, key=lambda b: b.r2) for f in (min, max))
     sentences = [
-        f"{len(run.blocks)} blocks. The best matrix explains between {number(low.r2, 2)} (block "
+        f"{plural(len(run.blocks), 'block')}. The best matrix explains between {number(low.r2, 2)} (block "
         f"{low.index}) and {number(high.r2, 2)} (block {high.index}) of the variance of their outputs.",
         _sinks(run),
         _swaps(run),

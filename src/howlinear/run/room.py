@@ -13,6 +13,8 @@ import os
 import shutil
 from pathlib import Path
 
+from howlinear.records.words import size
+
 
 def available_memory() -> int | None:
     """Bytes that this process may still use, by the system and the container; None if unknown.
@@ -38,9 +40,7 @@ def check_memory(needed: int, subject: str, way_out: str) -> None:
     """Refuse what memory cannot hold. `subject` begins the message: "moments need"."""
     free = available_memory()
     if free is not None and needed > free:
-        raise ValueError(
-            f"{subject} {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: {way_out}"
-        )
+        raise ValueError(f"{subject} {size(needed)} of memory and {size(free)} are free: {way_out}")
 
 
 def check_disk(needed: int, subject: str, out: Path, way_out: str) -> None:
@@ -49,6 +49,5 @@ def check_disk(needed: int, subject: str, out: Path, way_out: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"{subject} {needed / 1e9:.1f} GB of disk and {free / 1e9:.1f} GB are free "
-            f"in {folder}: {way_out}"
+            f"{subject} {size(needed)} of disk and {size(free)} are free in {folder}: {way_out}"
         )

@@ -24,7 +24,7 @@ from howlinear.models.experts import SHARED, Expert, Mixture, mixtures, replaced
 from howlinear.models.forward import WindowsLike
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockExpert, ExpertSwap
-from howlinear.records.words import signed
+from howlinear.records.words import plural, signed
 from howlinear.report.results import Result, extremes
 from howlinear.run.folder import RunFolder, with_blocks
 from howlinear.run.tensors import read_map
@@ -58,7 +58,7 @@ class ExpertSwaps(Result):
 
     def _line(self) -> str:
         rises = ((f"{b.index}.{b.expert}", b.delta_ppl) for b in self.blocks)
-        alone = f"{len(self.blocks)} experts, each replaced alone"
+        alone = f"{plural(len(self.blocks), 'expert')}, each replaced alone"
         return f"{alone}, perplexity {extremes(rises, signed)}"
 
 

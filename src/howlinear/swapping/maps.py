@@ -7,7 +7,7 @@ maps.plain(block), maps.map(block, 2)       # least squares; with two sink units
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,15 +34,7 @@ WEIGHTINGS = ("none", "body", "stream", "output")
 
 def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, BlockProfile]]:
     """The model's blocks beside the run's, or those `at`; a run of another model is refused."""
-    wanted = {p.index for p in run.blocks}
-    if at is not None and re.fullmatch(r"[\d,\-\s]*", at):
-        wanted = set(depth_indices(at, 1 + max(wanted)))
-    elif at is not None:
-        try:
-            wanted = {p.index for p in run.blocks if re.search(at, p.path)}
-        except re.error as err:
-            raise ValueError(f"--blocks {at!r} is not a regular expression: {err}") from None
-    pairs = []
+    wanted, pairs = measured(at, {p.index: p.path for p in run.blocks}), []
     for p in run.blocks:
         b = block_at(model, p.path)
         if b is None or (b.d_in, b.d_out) != (p.d_in, p.d_out):
@@ -53,9 +45,22 @@ def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, B
             )
         if p.index in wanted:
             pairs.append((replace(b, index=p.index), p))
-    if not pairs:
-        raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
     return pairs
+
+
+def measured(at: str | None, paths: Mapping[int, str]) -> set[int]:
+    """The indices that `--blocks` names among the blocks of a run, given by index and path."""
+    if at is None:
+        return set(paths)
+    if re.fullmatch(r"[\d,\-\s]*", at):
+        return set(depth_indices(at, list(paths)))
+    try:
+        wanted = {index for index, path in paths.items() if re.search(at, path)}
+    except re.error as err:
+        raise ValueError(f"--blocks {at!r} is not a regular expression: {err}") from None
+    if not wanted:
+        raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
+    return wanted
 
 
 class RunMaps:

@@ -33,7 +33,7 @@ from howlinear.models.hooks import as_module
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
 from howlinear.records.statistics import over_blocks, spearman
-from howlinear.records.words import signed
+from howlinear.records.words import plural, signed
 from howlinear.report.results import Result, extremes
 from howlinear.run.folder import RunFolder, records_of, with_blocks
 from howlinear.run.work import Work
@@ -81,7 +81,7 @@ class Swaps(Result):
         run.add(data, before)
 
     def _line(self) -> str:
-        alone = f"{len(self.blocks)} blocks, each replaced alone"
+        alone = f"{plural(len(self.blocks), 'block')}, each replaced alone"
         if self.base is None:
             return f"{alone}, cosine {extremes((b.index, b.cosine) for b in self.blocks)}"
         rises = extremes(((b.index, b.delta_ppl) for b in self.blocks), signed)
