@@ -6,8 +6,11 @@ import torch
 
 import tiny
 from howlinear import Moments, blocks, fit, profile, swapped, tap
+from howlinear.compression.prices import Sizes
 from howlinear.linear.affine import UnitMap
+from howlinear.models.families import parameter_count
 from howlinear.models.hooks import as_module
+from howlinear.models.loading import describe
 from howlinear.models.units import sinks, taken, writes
 
 DENSE = [name for name, row in tiny.TINY.items() if not row.experts]
@@ -156,3 +159,27 @@ def test_a_map_with_units_is_least_squares_on_inputs_and_units():
     assert one.multiply_adds == d * d + 2 * d + 2 * d
     with torch.no_grad(), swapped(model, {block: one.to(x)}):
         assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+class Packed(torch.nn.Module):
+    """A projection that keeps two weights in each byte, as bitsandbytes does."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        packed = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+
+def test_packed_and_shared_weights_are_counted_once_and_as_many_as_they_stand_for():
+    model = tiny.model("llama-bias")
+    whole, count = parameter_count(model), 3 * 16 * 40 + 2 * 40 + 16
+    assert whole == sum(p.numel() for p in model.parameters())
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.down_proj = Packed(second.down_proj)
+    assert parameter_count(model) == describe(model, "packed")["parameters"] == whole
+    assert list(Sizes(model, blocks(model)).parameters.values()) == [count, count]
+    second.up_proj.weight = first.up_proj.weight  # goes only when both blocks do
+    assert parameter_count(model) == whole - 16 * 40
+    assert list(Sizes(model, blocks(model)).parameters.values()) == [count - 16 * 40] * 2

@@ -27,7 +27,7 @@ from howlinear.compression.search import Search, Trial
 from howlinear.linear.affine import Map, UnitMap
 from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import EvalProtocol
-from howlinear.models.families import Block
+from howlinear.models.families import Block, parameter_count
 from howlinear.models.forward import WindowsLike
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockCompression, BlockPlan
@@ -156,7 +156,7 @@ def compress_model(
         change=points[0].change if points else None,
         removed=sizes.removed(best.maps),
         feed_forward=sizes.total,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameter_count(model),
         target=best.target,
         curve=points,
         settings={

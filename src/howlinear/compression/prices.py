@@ -9,6 +9,7 @@ variance that each way leaves unexplained.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import Variant, sweep
-from howlinear.models.families import Block, Replacement, blocks
+from howlinear.models.families import Block, Replacement, blocks, parameter_count
 from howlinear.models.forward import WindowsLike
 from howlinear.models.hooks import as_module, swapped
 from howlinear.models.units import hidden_count, taken
@@ -44,7 +45,10 @@ class Sizes:
     def __init__(self, model: nn.Module, at: Sequence[Block], even: bool = False) -> None:
         self.even, self.others = even, [b for b in blocks(model) if b not in at]
         modules = {b: as_module(model, b) for b in at}
-        self.parameters = {b: sum(p.numel() for p in m.parameters()) for b, m in modules.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        uses = Counter(id(p) for _, p in every)
+        shared = {p for p, count in uses.items() if count > 1}  # stay while another module has them
+        self.parameters = {b: parameter_count(m, shared) for b, m in modules.items()}
         self.hidden = {b: hidden_count(model, b) for b in at}
         self.unit = {  # parameters of one hidden unit
             b: sum(p.numel() for p in taken(model, b, [0]).parameters()) + b.d_out

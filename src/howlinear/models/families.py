@@ -16,8 +16,9 @@ blocks are found by the names and shapes of their modules; h is not known there.
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -390,6 +391,22 @@ def projection_shape(module: Any) -> tuple[int, int] | None:
         if hasattr(module, inputs) and hasattr(module, outputs):
             return int(getattr(module, inputs)), int(getattr(module, outputs))
     return None
+
+
+def parameter_count(module: nn.Module, without: Container[int] = ()) -> int:
+    """Numbers that a module's weights stand for: shared ones once, packed ones as many as they encode.
+
+    Parameters whose `id` is in `without` are left out.
+    """
+    kept: dict[int, int] = {}
+    for part in module.modules():
+        numbers, shape = dict(part.named_parameters(recurse=False)), projection_shape(part)
+        size = math.prod(shape) if shape and not list(part.children()) else 0
+        if size and all(p.numel() != size for p in numbers.values()):  # 4 bits, several in one
+            kept[id(part)] = size
+            numbers = {name: p for name, p in numbers.items() if name == "bias"}
+        kept |= {id(p): p.numel() for p in numbers.values() if id(p) not in without}
+    return sum(kept.values())
 
 
 def _projections(module: nn.Module) -> list[tuple[int, int]]:

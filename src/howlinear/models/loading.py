@@ -103,6 +103,8 @@ def skeleton(
 
 def describe(model: Any, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
     """What results say about their model: id, revision, family, dtype, quantization, parameters."""
+    from howlinear.models.families import parameter_count
+
     config, quantization = model.config, None
     if name is None:
         quantization = ggufs.file_type(builtin_path())
@@ -119,7 +121,7 @@ def describe(model: Any, name: str | None = None, revision: str | None = None) -
         "family": config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": quantization,
-        "parameters": sum(p.numel() for p in model.parameters()),  # tied weights count once
+        "parameters": parameter_count(model),
         "weights": _fingerprint(model),
     }
 
