@@ -14,7 +14,17 @@ from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockProbe
-from howlinear.records.words import correlation, count, error, known, number, plural, power, signed
+from howlinear.records.words import (
+    correlation,
+    count,
+    error,
+    known,
+    number,
+    plural,
+    power,
+    signed,
+    size,
+)
 from howlinear.run import room
 
 MAX_ROWS = 30_000  # by default
@@ -107,7 +117,7 @@ def _check_rows(net: Any, blocks: list[Any], counts: list[int]) -> int | None:
     together, needed = needs(net, blocks, sum(counts), memory)
     room.check_memory(needed, "rows need", "lower --rows")
     say(f"{counts[0]} rows to fit on, {counts[1]} to choose by, {counts[2]} to report on; ", end="")
-    say(f"{together} block{'s' * (together > 1)} at a time, {needed / 1e9:.1f} GB of memory")
+    say(f"{plural(together, 'block')} at a time, {size(needed)} of memory")
     return memory
 
 
