@@ -10,7 +10,7 @@ import tiny
 from howlinear import blocks, profile
 from howlinear.cli.control import _Subject
 from howlinear.cli.sources import Loader, RunSource
-from howlinear.models import corpus
+from howlinear.models import cutting
 from howlinear.run.tensors import read_store
 
 COMMON = ("--tokens", "8192", "--max-length", "64")
@@ -31,7 +31,7 @@ def test_random_init_of_a_run_uses_what_the_run_holds(here, little, tmp_path):
     shutil.copytree(little / "run", run)
     done = here("control", "random-init", run, "--seeds", "2")
     assert done.returncode == 0, done.stderr
-    assert "profiling the trained model" not in done.stderr
+    assert "the trained model" not in done.stderr
     assert "Trained R2 is" in done.stdout
     written = json.loads((run / "control-random-init.json").read_text())
     profile = json.loads((run / "profile.json").read_text())
@@ -120,7 +120,7 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
     source = RunSource(run)
     net = source.load(Loader())
     ids = source.fit_windows()
-    whole = corpus.windows(source.text.fit, source.tokenizer, 64, tokens=8192)
+    whole = cutting.windows(source.text.fit, source.tokenizer, 64, tokens=8192)
     expected = [w for i, w in enumerate(whole) if i // 8 % 3 != 1]
     assert torch.equal(ids, torch.stack(expected))
     store = read_store(run, blocks(net)[0])

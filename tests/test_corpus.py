@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors, train
 from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from howlinear.models import corpus
-from howlinear.models.corpus import dataset_text, default_tokens, first_tokens, text_file, windows
+from howlinear.models import corpus, cutting
+from howlinear.models.corpus import dataset_text, text_file
+from howlinear.models.cutting import default_tokens, first_tokens, windows
 
 WORDS = [
     "the", "of", "a", "lobster,", "Valkyria\n\n", "=", "1944", "", "½", "café", "北京市民",
@@ -194,8 +195,8 @@ def test_windows_that_cannot_be(byte_level, adds_cls_and_sep):
 
 
 def test_only_a_prefix_is_tokenised(byte_level, monkeypatch):
-    text, sizes, encode = prose(100_000), [], corpus._encode
-    monkeypatch.setattr(corpus, "_encode", lambda t, k: sizes.append(len(t)) or encode(t, k))
+    text, sizes, encode = prose(100_000), [], cutting._encode
+    monkeypatch.setattr(cutting, "_encode", lambda t, k: sizes.append(len(t)) or encode(t, k))
     tracemalloc.start()
     windows(text, byte_level, 64, tokens=640)
     peak = tracemalloc.get_traced_memory()[1]
@@ -247,7 +248,7 @@ def test_wikitext_prefixes_equal_the_whole_stream(wikitext, smollm2_tokenizer):
     for wanted in (1, 100, 2048, 15_000, 30_000, 77_777):
         assert first_tokens(text, smollm2_tokenizer, wanted) == expected[:wanted], wanted
     for cut in range(10_000, 120_000, 2_797):  # every kind of place to cut at
-        ids = whole_stream(text[:cut], smollm2_tokenizer)[: -corpus.EDGE]
+        ids = whole_stream(text[:cut], smollm2_tokenizer)[: -cutting.EDGE]
         assert ids == expected[: len(ids)], cut
 
 

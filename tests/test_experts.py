@@ -448,7 +448,7 @@ def test_families_outside_the_table_are_heard_and_swapped() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_stores_hold_each_experts_moments(name: str, side: str) -> None:
     model, batch = cached(name), tiny.inputs(name, side)
-    split, offsets = Folds(2), [0, 2048]  # a fold a window
+    split, offsets = Folds(2, (0, 2048)), [0, 2048]  # a fold a window
     stores: dict[Block, BlockStore] = {}
 
     def receive(mixture: Mixture, expert: int | str, rows: Rows, _: Tensor | None) -> None:

@@ -9,7 +9,6 @@ import torch
 
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
-from howlinear.linear.folds import CELL
 from howlinear.losses.perplexity import compare
 from howlinear.models.experts import mixtures, replaced
 from howlinear.models.hooks import swapped
@@ -32,7 +31,7 @@ def ids(windows, seed=0):
     return torch.randint(0, tiny.VOCABULARY, (windows, LENGTH), generator=g)
 
 
-WINDOWS = ids(4 * CELL // LENGTH + 3)
+WINDOWS = ids(8192 // LENGTH + 3)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,8 @@ def test_every_expert_by_definition(mixtral):
         assert (e.index, e.path) == (0, f"model.layers.0.mlp.experts.{e.expert}")
         assert e.tokens == len(x)
         assert e.share == len(x) / WINDOWS.numel()
-        fold = window * LENGTH // CELL % 5
+        count = len(WINDOWS)
+        fold = np.searchsorted(np.round(np.arange(1, 5) * count / 5), window, side="right")
         res = tot = 0.0
         for f in np.unique(fold):
             guess = lstsq(x[fold != f], y[fold != f])
@@ -88,7 +88,7 @@ def test_every_expert_by_definition(mixtral):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_by_layer_and_in_groups(family):
-    model, windows = tiny.model(family), WINDOWS[: 2 * CELL // LENGTH + 3]
+    model, windows = tiny.model(family), WINDOWS[: 4096 // LENGTH + 3]
     want = [e.to_dict() for e in profile(model, windows, experts="routed").experts]
     assert want
     for course in (Course(layerwise=True), Course(together=3)):
@@ -102,7 +102,7 @@ def test_starved_experts_are_not_scored():
     with torch.no_grad():  # one expert that nobody asks
         model.model.layers[0].mlp.gate.weight[3] = 0
         model.model.layers[0].mlp.gate.weight[5] *= 8
-    result = profile(model, ids(CELL // LENGTH + 4), experts="routed", folds=2)
+    result = profile(model, ids(2048 // LENGTH + 4), experts="routed", folds=2)
     starved = [e for e in result.experts if e.problem]
     assert starved
     for e in starved:

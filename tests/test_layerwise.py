@@ -5,7 +5,6 @@ import torch
 
 import tiny
 from howlinear import blocks, profile
-from howlinear.linear.folds import CELL
 from howlinear.models import loading
 from howlinear.models.offload import device_of, is_offloaded, resident
 from howlinear.profiling.layerwise import stack_of
@@ -22,8 +21,8 @@ def ids(windows, seed=0):
     return torch.randint(0, tiny.VOCABULARY, (windows, LENGTH), generator=g)
 
 
-WINDOWS = ids(2 * CELL // LENGTH + 3)
-SHORT = ids(2 * CELL // 16)[:, :16]  # for models with few positions
+WINDOWS = ids(4096 // LENGTH + 3)
+SHORT = ids(4096 // 16)[:, :16]  # for models with few positions
 TEXT = [name for name, t in tiny.TINY.items() if t.kind == "text"]
 
 

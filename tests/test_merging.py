@@ -9,7 +9,6 @@ import torch
 
 import tiny
 from howlinear import Profile, blocks, merge_runs, profile
-from howlinear.linear.folds import CELL
 from howlinear.profiling.gathering import Scope, profile_shard
 from howlinear.profiling.passes import Course
 from howlinear.run.saving import Saves
@@ -23,7 +22,7 @@ def ids(windows, seed=0):
     return torch.randint(0, tiny.VOCABULARY, (windows, LENGTH), generator=g)
 
 
-WINDOWS = ids(5 * CELL // LENGTH + 11)
+WINDOWS = ids(10240 // LENGTH + 11)
 MODEL = {"family": "llama", "revision": None, "parameters": 1, "dtype": "float32", "weights": "a"}
 
 
@@ -105,7 +104,7 @@ def test_shards_need_not_be_enough_to_fit_anything(tmp_path):
 def test_different_texts_add_up(tmp_path):
     """Rows of both, in the folds that each text gave them."""
     model = tiny.model("llama")
-    other = ids(5 * CELL // LENGTH, seed=1)
+    other = ids(10240 // LENGTH, seed=1)
     made = shards(model, WINDOWS, tmp_path, 2) + shards(model, other, tmp_path, 3, "other")
     merged = merge_runs(made, tmp_path / "all")
     assert merged.about["corpus"]["name"] == "text + other"

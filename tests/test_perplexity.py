@@ -216,7 +216,7 @@ def test_answers_carry_their_protocol_and_bytes(llama):
     assert f"({loss.protocol}, 90 tokens)" in str(loss)
     said = loss.to_dict()
     assert said["protocol"] == "windows-16"
-    assert (said["tokens"], said["windows"]) == (90, 6)
+    assert (said["tokens"], said["clusters"]) == (90, 6)
     assert said["bits_per_byte"] == pytest.approx(90 * loss.nats / math.log(2) / 321)
     assert text_loss(llama, tokens(100), "windows-16").bits_per_byte is None
     assert math.isnan(text_loss(llama, tokens(1, 16)).nats_se)
@@ -350,7 +350,7 @@ def test_many_variants_share_one_reference(llama):
     scores = [TokenScores() for _ in others]
     for batch in scored_batches(ids, EvalProtocol.parse("windows-12"), 4):
         held = reference(
-            original.logits(batch.rows(original.states(batch.inputs))), batch.targets, batch.window
+            original.logits(batch.rows(original.states(batch.inputs))), batch.targets, batch.cluster
         )
         for changed, variant in zip(readouts, scores, strict=True):
             variant.update(held, changed.logits(batch.rows(changed.states(batch.inputs))))
@@ -366,7 +366,7 @@ def test_tokens_that_are_ruled_out_add_nothing():
     held = reference(logits, targets, window)
     same = TokenScores().update(held, logits).comparison(PROTOCOLS["windows-128"])
     assert same.kl == 0
-    with pytest.raises(ValueError, match="not finite in window 1"):
+    with pytest.raises(ValueError, match="not finite in window or document 1"):
         TokenScores().update(held, torch.where(targets[:, None] == 2, torch.nan, logits))
     with pytest.raises(ValueError, match="another vocabulary"):
         TokenScores().update(held, logits[:, :8])
@@ -491,5 +491,5 @@ def test_other_vocabularies_are_refused(llama):
 def test_models_that_overflow_are_refused():
     model = tiny.model("llama")
     model.lm_head.weight.data[7] = torch.nan
-    with pytest.raises(ValueError, match="not finite in window 0"):
+    with pytest.raises(ValueError, match="not finite in window or document 0"):
         text_loss(model, tokens(2, 16))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tiny
 from howlinear import Profile, profile, text_loss
-from howlinear.linear.folds import CELL, Folds, RowSplit
+from howlinear.linear.folds import CELL, Folds, RowSplit, check_rows
 from howlinear.linear.rows import SAMPLE, RowSample
 from howlinear.models.families import blocks
 from howlinear.models.hooks import swapped
@@ -17,6 +18,7 @@ from howlinear.profiling.passes import Course
 from howlinear.run.tensors import read_moments
 
 LENGTH = 128
+SHARE = 2048  # tokens of a fold
 
 
 def ids(windows, length=LENGTH, seed=0):
@@ -54,14 +56,19 @@ def llama():
 
 @pytest.fixture(scope="module")
 def measured(llama):
-    windows = ids(5 * CELL // LENGTH + 9)  # all five folds, unevenly
+    windows = ids(5 * SHARE // LENGTH + 9)  # all five folds, unevenly
     return windows, profile(llama, windows)
+
+
+def folds_of(count):
+    """The fold of each of so many windows: fifths of the text."""
+    return np.searchsorted(np.round(np.arange(1, 5) * count / 5), np.arange(count), side="right")
 
 
 def by_folds(model, windows, module, drop_first=False):
     """Five folds by the definition: (residuals, outputs, is first) of each held-out fold."""
     x, y = captured(model, windows, module)
-    fold = np.arange(len(windows)) * LENGTH // CELL % 5
+    fold = folds_of(len(windows))
     start = int(drop_first)
     parts = []
     for f in range(5):
@@ -112,7 +119,7 @@ def test_the_curve_ends_in_r2_and_rises(measured):
 @pytest.mark.parametrize(("name", "scale"), [("llama", 1), ("granitemoe", 0.22)])
 def test_stream_error_by_definition(name, scale, monkeypatch):
     """On a sample as large as the data, the sample is the data."""
-    windows = ids(5 * CELL // 32, 32)[: 3 * CELL // 32]
+    windows = ids(5 * SHARE // 32, 32)[: 3 * SHARE // 32]
     few = windows.numel()
     monkeypatch.setattr(RowSample.__init__, "__defaults__", (few,))
     model = tiny.model(name, num_hidden_layers=3)
@@ -120,9 +127,9 @@ def test_stream_error_by_definition(name, scale, monkeypatch):
     x, y = captured(model, windows, model.get_submodule(b.path))
     with torch.no_grad():
         h = model(windows, output_hidden_states=True).hidden_states[2].double().numpy()
-    fold = np.arange(len(windows)) * 32 // CELL
+    fold = folds_of(len(windows))
     ratios = []
-    for f in range(3):
+    for f in range(5):
         guess = lstsq(*(t[fold != f].reshape(-1, t.shape[-1]) for t in (x, y)))
         u, v, s = (t[fold == f].reshape(-1, t.shape[-1]) for t in (x, y, h))
         ratios.append(((scale * (v - guess(u))) ** 2).sum(1) / (s**2).sum(1))
@@ -130,7 +137,7 @@ def test_stream_error_by_definition(name, scale, monkeypatch):
 
 
 def test_the_row_sample_is_uniform_bounded_and_seeded(llama):
-    windows = ids(5 * CELL // LENGTH)
+    windows = ids(5 * SHARE // LENGTH)
     one, two = (profile(llama, windows, course=Course(seed=1)).stores[0].sample for _ in range(2))
     other = profile(llama, windows, course=Course(seed=2)).stores[0].sample
     assert torch.equal(one.x, two.x)
@@ -146,7 +153,7 @@ def test_a_linear_block_scores_one_and_its_neighbour_does_not(llama):
     linear = torch.nn.Linear(16, 16)
     at = blocks(llama)
     with swapped(llama, {at[1]: linear}):
-        result = profile(llama, ids(3 * CELL // LENGTH), at=at)
+        result = profile(llama, ids(3 * SHARE // LENGTH), at=at)
     assert result.blocks[1].r2 > 1 - 1e-9
     assert result.blocks[1].kind == "broadly linear"
     np.testing.assert_allclose(result.maps[1].weight, linear.weight.detach(), atol=1e-5)
@@ -156,8 +163,8 @@ def test_a_linear_block_scores_one_and_its_neighbour_does_not(llama):
 def test_batching_changes_nothing(llama, measured):
     windows, result = measured
     again = profile(llama, windows, batch_size=3)
-    streamed = profile(llama, ({"input_ids": w} for w in windows.split(5)))
-    for other in (again, streamed):
+    listed = profile(llama, [{"input_ids": w} for w in windows.split(5)])
+    for other in (again, listed):
         for a, b in zip(result.blocks, other.blocks, strict=True):
             # float32 forwards of other batch shapes differ in the last bits
             assert a.r2 == pytest.approx(b.r2, abs=1e-6)
@@ -166,7 +173,7 @@ def test_batching_changes_nothing(llama, measured):
 
 
 def test_tsqr_and_moments_agree(llama):
-    windows = ids(3 * CELL // LENGTH)
+    windows = ids(3 * SHARE // LENGTH)
     for a, b in zip(
         profile(llama, windows).blocks,
         profile(llama, windows, course=Course(solver="tsqr")).blocks,
@@ -179,7 +186,7 @@ def test_tsqr_and_moments_agree(llama):
 
 def test_padding_is_left_out(llama):
     """Padded windows give what the same rows give without padding."""
-    windows = ids(4 * CELL // 32, 32)
+    windows = ids(4 * SHARE // 32, 32)
     keep = torch.ones_like(windows)
     keep[::2, 20:] = 0
     batches = [
@@ -189,10 +196,10 @@ def test_padding_is_left_out(llama):
     b = profile(llama, batches).blocks[0]
     assert b.n_heldout == int(keep.sum())
     x, y = captured(llama, windows, llama.get_submodule(b.path))  # causal: rows kept are the same
-    fold = np.repeat(np.arange(len(windows)) * 32 // CELL, 32).reshape(-1, 32)
+    fold = np.repeat(folds_of(len(windows)), 32).reshape(-1, 32)
     mask = keep.numpy().astype(bool)
     res = tot = 0.0
-    for f in range(4):
+    for f in range(5):
         guess = lstsq(*(t[mask & (fold != f)] for t in (x, y)))
         u, v = (t[mask & (fold == f)] for t in (x, y))
         res, tot = res + ((v - guess(u)) ** 2).sum(), tot + ss(v).sum()
@@ -230,12 +237,60 @@ def centred_rank(x, y, u, v):
     return int((r2 >= 0.9 * r2[-1]).argmax()) + 1
 
 
-def test_folds_follow_from_offsets_alone():
-    offsets = [i * 512 for i in range(24)]
-    got = [(g, w.start, w.stop) for g, w, _ in Folds(5).pieces(offsets, 512)]
-    assert got == [(0, 0, 4), (1, 4, 8), (2, 8, 12), (3, 12, 16), (4, 16, 20), (0, 20, 24)]
-    late = [(g, w.start, w.stop) for g, w, _ in Folds(5).pieces(offsets[20:], 512)]
-    assert late == [(0, 0, 4)]
+def folds(split, offsets):
+    return [split.group(offset) for offset in offsets]
+
+
+def test_a_short_text_is_cut_into_as_many_stretches_as_folds():
+    split = Folds.over(5, range(0, 20 * 512, 512), 20 * 512)
+    got = [(g, w.start, w.stop) for g, w, _ in split.pieces(range(0, 20 * 512, 512), 512)]
+    assert got == [(0, 0, 4), (1, 4, 8), (2, 8, 12), (3, 12, 16), (4, 16, 20)]
+    late = [(g, w.start, w.stop) for g, w, _ in split.pieces([14 * 512, 15 * 512, 16 * 512], 512)]
+    assert late == [(3, 0, 2), (4, 2, 3)]
+
+
+@pytest.mark.parametrize(("count", "length"), [(7, 4096), (30, 10240), (600, 512), (1000, 1)])
+def test_cells_are_large_and_folds_of_equal_size(count, length):
+    offsets = range(0, count * length, length)
+    split = Folds.over(5, offsets, count * length)
+    sizes = np.bincount(folds(split, offsets))
+    assert len(sizes) == split.groups == 5
+    assert sizes.max() - sizes.min() <= max(1, len(split.cells) // 5)
+    if count * length >= 5 * CELL:
+        assert np.diff(split.cells).min() >= CELL - length
+
+
+def test_cells_begin_with_documents():
+    documents = [0] * 7 + [1] * 5 + [2] * 8 + [3] * 5 + [4] * 5  # 30 windows
+    split = Folds.over(5, range(30), 30, documents)
+    assert split.cells == (0, 7, 12, 20, 25)  # fifths would be 0, 6, 12, 18, 24
+    book = Folds.over(5, range(30), 30, [0] * 29 + [1])  # no document begins near
+    assert book.cells == (0, 6, 12, 18, 24)
+    rows = Folds.over(5, range(30), 30, range(30))  # one begins everywhere
+    assert rows.cells == (0, 6, 12, 18, 24)
+
+
+def test_folds_of_a_stream_follow_from_offsets_alone():
+    got = folds(Folds(5), range(0, 100 * 1024, 1024))
+    assert got[:15] == [0, 1, 2, 3, 4, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert got[15:35] == [f for f in range(5) for _ in range(4)]
+    assert got[35:75] == [f for f in range(5) for _ in range(8)]
+    assert got[75:99] == [f for f in range(3) for _ in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("folds", "length"), [(2, 4096), (5, 10240), (5, 1), (4, 4096), (5, 2), (3, 2048)]
+)
+def test_every_window_length_has_an_end(folds, length):
+    """Refused or not, at once; what would do, does; as many folds as asked for."""
+    for count in (2, 3, 17):
+        split = Folds.over(folds, range(0, count * length, length), count * length)
+        assert split.groups == min(folds, count)
+        with pytest.raises(ValueError, match="tokens would do") as caught:
+            check_rows(count, length, 10**6, split)
+        enough = int(re.search(r"(\d+) tokens would do", str(caught.value))[1]) // length
+        longer = Folds.over(split.groups, range(0, enough * length, length), enough * length)
+        check_rows(enough, length, 10**6, longer)
 
 
 def test_row_split_cuts_inside_a_window():
@@ -250,14 +305,14 @@ def test_memory_does_not_grow_with_the_text(llama):
         return sum(v.numel() for state in states for v in state.values())
 
     # first positions are kept as rows until they outweigh their sums, then as sums
-    sizes = [held(ids(k * CELL // LENGTH)) for k in (5, 10, 40, 80)]
+    sizes = [held(ids(k * SHARE // LENGTH)) for k in (5, 10, 40, 80)]
     assert sizes[3] == sizes[2] <= 2.2 * sizes[0]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "opt", "bert", "t5", "qwen3_moe"])
 def test_other_shapes_of_model(family):
     model = tiny.model(family)
-    windows = ids(3 * CELL // 8, 8)
+    windows = ids(3 * SHARE // 8, 8)
     batches = windows
     if model.config.is_encoder_decoder:
         batches = [{"input_ids": w, "decoder_input_ids": w} for w in windows.split(64)]
@@ -287,14 +342,15 @@ def test_pictures_and_sounds(family):
 @pytest.mark.parametrize(
     ("windows", "kwargs", "message"),
     [
-        (lambda: ids(2), {}, "too little text: 256 tokens .* 2176 tokens would do"),
+        (lambda: ids(2, 16), {}, "too little text: 32 tokens .* 64 tokens would do"),
+        (lambda: ids(1), {}, "1 window cannot be both fitted and held out"),
         (lambda: ids(1), {"protocol": "paper"}, None),
         (lambda: ids(40), {"protocol": "magic"}, "unknown protocol"),
         (lambda: ids(40), {"folds": 1}, "at least 2 folds"),
         (lambda: ids(40), {"batch_size": 0}, "batch size"),
         (lambda: ids(40), {"at": "99"}, "99"),
         (lambda: list(ids(40).split(8)), {"protocol": "paper"}, "all windows at once"),
-        (lambda: [ids(2)], {}, "give more text"),
+        (lambda: iter([ids(2)]), {}, "give more text"),
     ],
 )
 def test_bad_input_is_one_line(llama, windows, kwargs, message):
@@ -307,9 +363,9 @@ def test_bad_input_is_one_line(llama, windows, kwargs, message):
 
 
 def test_the_number_of_tokens_that_would_do_does(llama):
-    profile(llama, ids(17))
+    profile(llama, ids(4, 16))
     with pytest.raises(ValueError, match="too little text"):
-        profile(llama, ids(16))
+        profile(llama, ids(3, 8))
 
 
 def test_not_finite_activations_are_located(llama):

@@ -16,7 +16,6 @@ import torch
 import tiny
 from command import COMMAND, inside
 from howlinear import Profile, blocks, profile
-from howlinear.linear.folds import CELL
 from howlinear.linear.stores import OutNorm
 from howlinear.profiling.passes import Course
 from howlinear.run.saving import Saves
@@ -35,7 +34,7 @@ def llama():
     return tiny.model("llama")
 
 
-WINDOWS = ids(3 * CELL // LENGTH + 5)
+WINDOWS = ids(6144 // LENGTH + 5)
 
 
 def files(folder):

@@ -25,7 +25,7 @@ _HOME = {
     "tap": "models.hooks",
     "swapped": "models.hooks",
     "load": "models.loading",
-    "windows": "models.corpus",
+    "windows": "models.cutting",
     "Text": "models.corpus",
     "builtin_text": "models.corpus",
     "text_file": "models.corpus",
@@ -94,7 +94,8 @@ if TYPE_CHECKING:
     from howlinear.losses.evaluation import evaluate
     from howlinear.losses.perplexity import compare, text_loss
     from howlinear.losses.sweeps import swap_costs
-    from howlinear.models.corpus import Text, builtin_text, dataset_text, text_file, windows
+    from howlinear.models.corpus import Text, builtin_text, dataset_text, text_file
+    from howlinear.models.cutting import windows
     from howlinear.models.families import blocks
     from howlinear.models.hooks import swapped, tap
     from howlinear.models.loading import load

@@ -278,7 +278,8 @@ class _Subject:
     ) -> tuple[Any, Any]:
         """The model and its windows; the number of tokens depends on the width of the blocks."""
         from howlinear import blocks as blocks_of
-        from howlinear.models.corpus import default_tokens
+        from howlinear.models.cutting import default_tokens
+        from howlinear.models.forward import as_windows
         from howlinear.profiling.merging import fit_windows
 
         if self.source is not None:
@@ -291,7 +292,7 @@ class _Subject:
         widest = max(b.d_in for b in blocks_of(net, blocks))
         tokens = self.tokens or default_tokens(widest)
         cut = {**self.cut, "window": length, "tokens": tokens}
-        return net, fit_windows(self.text.fit, tokenizer, cut)
+        return net, as_windows(fit_windows(self.text.fit, tokenizer, cut))
 
     def load_decoder(self, loader: Loader) -> tuple[Any, Any]:
         """The same, for experiments on models that read one stream of tokens."""

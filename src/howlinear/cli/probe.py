@@ -87,8 +87,8 @@ def probe(
     net = source.load(Loader("cpu", trust_remote_code, allow_pickle))
     read, budget = source.fit_windows(), min(rows or MAX_ROWS, source.settings["tokens"])
     text = (read, source.text, source.tokenizer, budget, source.bos, seed)
-    windows = dict(zip(PARTS, probes.windows_of(*text), strict=True))
-    memory = _check_rows(net, source.blocks(blocks), [ids.numel() for ids in windows.values()])
+    windows: dict[str, Any] = dict(zip(PARTS, probes.windows_of(*text), strict=True))
+    memory = _check_rows(net, source.blocks(blocks), [*map(probes.count, windows.values())])
     cut = source.protocol()
     if tokens:
         windows["predict"] = source.held_out("report", cut, tokens)[0]

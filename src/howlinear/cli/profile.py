@@ -187,6 +187,7 @@ def _profile_texts(
 ) -> None:
     """Write a run for each text and print the table; of several texts, their comparison."""
     from howlinear.models import corpus
+    from howlinear.models.cutting import document_windows
     from howlinear.models.loading import describe
     from howlinear.run.work import Ranks
 
@@ -207,7 +208,7 @@ def _profile_texts(
                 say(f"{folder} holds this profile already: --overwrite to measure again")
                 result = None if follows() else _read(folder, request)
                 continue
-            ids = corpus.windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
+            ids = document_windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
             result = _profile_text(net, at, ids, about, folder, saving, ranks, as_json)
         if not several or request["shard"][1] > 1:
             show(result, _table(request), folder, as_json)
@@ -341,7 +342,7 @@ def _measured(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> Any:
 
 def _extent(net: Any, tokenizer: Any, at: Any, request: Request) -> tuple[int, int]:
     """Window length and number of tokens: those asked for, else those of the protocol."""
-    from howlinear.models.corpus import default_tokens
+    from howlinear.models.cutting import default_tokens
 
     paper = request["protocol"] == "paper"
     length = window_length(net, tokenizer, request["max_length"] or (128 if paper else 512))

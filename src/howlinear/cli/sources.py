@@ -107,7 +107,7 @@ class RunSource:
         """The windows that the run was fitted on."""
         from howlinear.profiling.merging import fit_windows
 
-        ids = fit_windows(self.text.fit, self.tokenizer, self.settings)
+        ids = fit_windows(self.text.fit, self.tokenizer, self.settings)["input_ids"]
         if ids.numel() != self.settings["tokens"]:
             raise ValueError(
                 f"{self.folder.folder} was fitted on {self.settings['tokens']} tokens and its text "
@@ -117,11 +117,11 @@ class RunSource:
 
     def short_windows(self, length: int, tokens: int) -> Any:
         """Windows of this length from the text that the run was fitted on."""
-        from howlinear.models import corpus
+        from howlinear.models import cutting
 
         if self.settings.get("shards"):  # beginnings of the run's windows: others lie between
             return self.fit_windows()[: max(1, tokens // length), :length]
-        return corpus.windows(self.text.fit, self.tokenizer, length, tokens=tokens, bos=self.bos)
+        return cutting.windows(self.text.fit, self.tokenizer, length, tokens=tokens, bos=self.bos)
 
     def protocol(self, name: str = "windows-128") -> Any:
         """How held-out text is cut; windows are shortened to the model's positions."""
@@ -165,7 +165,7 @@ def absolute(name: str) -> str:
 
 def window_length(net: Any, tokenizer: Any, length: int) -> int:
     """The window length, shortened to the model's positions with a message."""
-    from howlinear.models.corpus import fitting_length
+    from howlinear.models.cutting import fitting_length
 
     most = fitting_length(net, tokenizer, length)
     if most < length:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howlinear.controls.feeding import InputMoments, Output, feed, input_moments
 from howlinear.controls.gaussian import transport
@@ -20,6 +20,7 @@ from howlinear.controls.results import Control, estimate, mean
 from howlinear.linear.folds import Folds, check_rows
 from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
+from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums
@@ -29,8 +30,8 @@ from howlinear.run.work import Work
 def cross_feed(
     model_a: nn.Module,
     model_b: nn.Module,
-    windows_a: Tensor,
-    windows_b: Tensor,
+    windows_a: WindowsLike,
+    windows_b: WindowsLike,
     *,
     pairs: str = "same",
     folds: int = 5,
@@ -41,22 +42,25 @@ def cross_feed(
     `pairs` is "same" (0:0, 1:1, ...), "all", or a list such as "3:5,4:4" (A's depth first). Windows
     are each model's own tokens of one text.
     """
-    work, split = work or Work(), Folds(folds)
+    work, texts = work or Work(), (as_windows(windows_a), as_windows(windows_b))
     every = (blocks(model_a), blocks(model_b))
     chosen = depth_pairs(pairs, len(every[0]), len(every[1]))
     _check_widths(model_a, model_b, every, chosen)
     sides = []
-    for k, (model, windows) in enumerate(((model_a, windows_a), (model_b, windows_b))):
-        check_rows(windows.shape[0], windows.shape[1], every[k][0].d_in, split)
+    for k, model in enumerate((model_a, model_b)):
+        text, split = texts[k], texts[k].folds(folds)
+        check_rows(len(text), text.length or 0, every[k][0].d_in, split)
         used = {i: every[k][i] for i in sorted({pair[k] for pair in chosen})}
-        sides.append(_Side("AB"[k], model, windows, used))
+        sides.append(_Side("AB"[k], model, text, split, used))
     a, b = sides
     with evaluating(model_a), evaluating(model_b):  # blocks of one run in the other's forward
         a.read_inputs(work)
         b.read_inputs(work)
-        on_a = a.feed(b, chosen, split, work)
-        on_b = b.feed(a, [(j, i) for i, j in chosen], split, work)
-    same_windows = windows_a.shape == windows_b.shape and torch.equal(windows_a, windows_b)
+        on_a = a.feed(b, chosen, work)
+        on_b = b.feed(a, [(j, i) for i, j in chosen], work)
+    ids = [text.ids for text in texts]
+    alike = ids[0] is not None and ids[1] is not None and torch.equal(ids[0], ids[1])
+    same_windows = alike and a.split == b.split
     rows: list[dict[str, Any]] = []
     for i, j in chosen:
         names = {"index": i, "path": every[0][i].path, "index_b": j, "path_b": every[1][j].path}
@@ -67,9 +71,9 @@ def cross_feed(
         {name: mean([r["split"][name]["value"] for r in rows]) for name in rows[0]["split"]},
         {
             "pairs": pairs,
-            "tokens": [windows_a.numel(), windows_b.numel()],
-            "window": windows_a.shape[1],
-            "folds": folds,
+            "tokens": [text.tokens for text in texts],
+            "window": texts[0].length,
+            "folds": a.split.groups,
             "same_tokens": same_windows,
         },
     )
@@ -81,9 +85,10 @@ class _Side:
     stats: dict[int, InputMoments]
 
     def __init__(
-        self, name: str, model: nn.Module, windows: Tensor, blocks: dict[int, Block]
+        self, name: str, model: nn.Module, windows: Windows, split: Folds, blocks: dict[int, Block]
     ) -> None:
         self.name, self.model, self.windows, self.blocks = name, model, windows, blocks
+        self.split = split
         self.runs = {i: Cast(as_module(model, b)) for i, b in blocks.items()}
 
     def read_inputs(self, work: Work) -> None:
@@ -91,7 +96,7 @@ class _Side:
         self.stats = input_moments(self.model, self.windows, at, work, label)
 
     def feed(
-        self, other: _Side, pairs: Sequence[tuple[int, int]], split: Folds, work: Work
+        self, other: _Side, pairs: Sequence[tuple[int, int]], work: Work
     ) -> dict[int, dict[Any, Sums]]:
         """Fold sums of what is computed on the inputs of each block here.
 
@@ -106,7 +111,7 @@ class _Side:
             outputs[block]["other", j] = Output(other.runs[j], other.blocks[j].d_out)
             outputs[block]["moved", j] = Output(self.runs[i], block.d_out, moved)
         label = f"blocks on the inputs of {self.name}"
-        return feed(self.model, self.windows, outputs, split, work, label)
+        return feed(self.model, self.windows, outputs, self.split, work, label)
 
 
 def _two_by_two(

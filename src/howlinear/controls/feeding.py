@@ -27,7 +27,7 @@ from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.scoring import cross_validate, score
 from howlinear.models.families import Block
-from howlinear.models.forward import Batch, run_rows
+from howlinear.models.forward import Batch, WindowsLike, as_windows, run_rows
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums
 from howlinear.run.work import Work
@@ -51,7 +51,7 @@ class Output:
 
 
 def input_moments(
-    model: nn.Module, windows: Tensor, at: Sequence[Block], work: Work, label: str
+    model: nn.Module, windows: WindowsLike, at: Sequence[Block], work: Work, label: str
 ) -> dict[int, InputMoments]:
     """Mean and covariance of the inputs of each block, by block index."""
     sums = {b.index: Moments(b.d_in, 1) for b in at}
@@ -66,7 +66,7 @@ def input_moments(
 
 def feed(
     model: nn.Module,
-    windows: Tensor,
+    windows: WindowsLike,
     outputs: Mapping[Block, Mapping[Any, Output]],
     split: Folds,
     work: Work,
@@ -136,7 +136,7 @@ def on_gaussian(
     run: Cast,
     block: Block,
     stats: InputMoments,
-    windows: Tensor,
+    windows: WindowsLike,
     split: Folds,
     seed: int,
     predicted: Affine | None = None,
@@ -149,9 +149,10 @@ def on_gaussian(
     generator, root = torch.Generator().manual_seed(seed), symmetric_root(stats[1])
     groups = [Moments(block.d_in, block.d_out) for _ in range(split.groups)]
     sizes = [0] * split.groups
-    length = windows.shape[1]
-    for g, w, _ in split.pieces([i * length for i in range(len(windows))], length):
-        sizes[g] += (w.stop - w.start) * length
+    for batch in as_windows(windows).batches():
+        length = batch.tokens // len(batch)
+        for g, w, _ in split.pieces(batch.offsets, length):
+            sizes[g] += (w.stop - w.start) * length
     for moments, size in zip(groups, sizes, strict=True):
         for start in range(0, size, GAUSSIAN_ROWS):
             x = draw(stats[0], root, min(GAUSSIAN_ROWS, size - start), generator).to(dtype)

@@ -13,15 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howlinear.controls.feeding import InputMoments, Output, feed, input_moments, on_gaussian
 from howlinear.controls.gaussian import expected_map, whitening
 from howlinear.controls.results import Control, estimate, mean
 from howlinear.linear.affine import Affine
-from howlinear.linear.folds import Folds, check_rows
+from howlinear.linear.folds import check_rows
 from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
+from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums, over_blocks, pearson, r2s
@@ -32,7 +33,7 @@ SCALES = (0.5, 2.0, 4.0)
 
 def matched(
     model: nn.Module,
-    windows: Tensor,
+    windows: WindowsLike,
     *,
     at: str | None = None,
     folds: int = 5,
@@ -45,32 +46,32 @@ def matched(
     the block's weights and those two moments predict.
     """
     with evaluating(model):
-        return _matched(model, windows, blocks(model, at), folds, seed, work or Work())
+        return _matched(model, as_windows(windows), blocks(model, at), folds, seed, work or Work())
 
 
 def _matched(
-    model: nn.Module, windows: Tensor, measured: list[Block], folds: int, seed: int, work: Work
+    model: nn.Module, windows: Windows, measured: list[Block], folds: int, seed: int, work: Work
 ) -> Control:
-    split = Folds(folds)
-    check_rows(windows.shape[0], windows.shape[1], max(b.d_in for b in measured), split)
+    split, tokens = windows.folds(folds), windows.tokens
+    check_rows(len(windows), windows.length or 0, max(b.d_in for b in measured), split)
     runs = {b.index: Cast(as_module(model, b)) for b in measured}
     stats = input_moments(model, windows, measured, work, "inputs")
     predicted, notes = _predicted_maps(model, measured, stats)
     outputs = {b: _outputs(b, runs[b.index], stats[b.index]) for b in measured}
     scores = feed(model, windows, outputs, split, work, "blocks on their inputs, moved", predicted)
     drawn: dict[int, dict[Any, Sums]] = {}
-    advance = work.begin("blocks on Gaussian inputs", windows.numel())
+    advance = work.begin("blocks on Gaussian inputs", tokens)
     for k, b in enumerate(measured):
         if work.ranks.mine(k):
             i = b.index
             drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
-        advance(windows.numel() // len(measured))
+        advance(tokens // len(measured))
     drawn = work.ranks.joined(drawn)
     rows = [_row(b, scores[b.index], drawn[b.index]) for b in measured]
     settings = {
-        "tokens": windows.numel(),
-        "window": windows.shape[1],
-        "folds": folds,
+        "tokens": tokens,
+        "window": windows.length,
+        "folds": split.groups,
         "seed": seed,
         "scales": list(SCALES),
     }

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.controls.results import Control, mean, profiled
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, pearson
@@ -31,7 +32,7 @@ SHORT = 16  # tokens in a window of an untrained model
 
 def random_init(
     model: nn.Module,
-    windows: Tensor,
+    windows: WindowsLike,
     *,
     trained: Profile | None = None,
     seeds: int = 3,
@@ -48,22 +49,25 @@ def random_init(
     """
     if seeds < 1:
         raise ValueError(f"an untrained range needs at least one seed, got {seeds} (--seeds)")
-    work = work or Work()
+    work, text = work or Work(), as_windows(windows)
+    if text.ids is None:
+        raise ValueError("untrained models need all windows at once: token ids (n, length)")
     if trained is None:
-        label = "profiling the trained model"
-        trained = profiled(model, windows, label, at=at, folds=folds, work=work)
-    many = replace(work, batch_size=work.batch_size * max(1, windows.shape[1] // SHORT))
+        trained = profiled(model, text, "the trained model", at=at, folds=folds, work=work)
+    many = replace(work, batch_size=work.batch_size * max(1, text.ids.shape[1] // SHORT))
     draws = []
     for seed in range(seeds):
-        net, label = untrained(model, seed, shuffled), f"profiling without training, seed {seed}"
-        tokens = drawn_tokens(net, windows, seed)
-        draws.append(profiled(net, tokens, label, at=at, folds=folds, work=many))
+        net = untrained(model, seed, shuffled)
+        tokens = drawn_tokens(net, text.ids, seed)
+        draws.append(
+            profiled(net, tokens, f"untrained, seed {seed}", at=at, folds=folds, work=many)
+        )
     rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
     settings = {
         "seeds": seeds,
         "weights": "shuffled" if shuffled else "fresh",
-        "tokens": windows.numel(),
-        "window": windows.shape[1],
+        "tokens": text.tokens,
+        "window": text.length,
         "window_untrained": tokens.shape[1],
         "folds": folds,
     }

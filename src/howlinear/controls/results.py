@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.statistics import Sums, jackknife
@@ -54,7 +55,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def profiled(
-    model: nn.Module, windows: Tensor, label: str, *, at: str | None, folds: int, work: Work
+    model: nn.Module, windows: WindowsLike, label: str, *, at: str | None, folds: int, work: Work
 ) -> Profile:
     """A profile without the swap signal, shared by the ranks of `work`."""
     return profile(
@@ -64,5 +65,5 @@ def profiled(
         folds=folds,
         signal=False,
         course=Course(work.ranks, work.batch_size),
-        progress=work.begin(label, windows.numel() // work.ranks.count),
+        progress=work.begin(label, as_windows(windows).tokens // work.ranks.count),
     )

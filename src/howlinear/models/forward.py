@@ -15,6 +15,8 @@
 | list, generator or DataLoader of the above | batches, as they come |
 
 A batch of a DataLoader may be a tensor, a dict, a list of one tensor, or a pair (inputs, labels).
+A dict may have an entry "document", (n,): the number of the document in which each window begins,
+which folds and standard errors go by. The model does not get it.
 The two halves also work alone: `as_windows(windows).batches(8)` gives batches, and `Forward(model)`
 runs one; a hook that raises `StopForward` ends a forward early.
 """
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.folds import CELL
+from howlinear.linear.folds import CELL, Folds
 from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
 from howlinear.models.families import Block, backbone, blocks, call_options
@@ -37,7 +39,7 @@ from howlinear.models.hooks import evaluating, tap
 from howlinear.models.offload import check_weights, device_of
 from howlinear.run.work import Work
 
-IDS = "input_ids"
+IDS, DOCUMENT = "input_ids", "document"
 EXPECTED = "expected token ids (windows, length), a dict of model inputs, or batches of either"
 
 # -- windows and batches --------------------------------------------------------------------------
@@ -52,10 +54,17 @@ class Batch:
     inputs: dict[str, Tensor]  # each (windows, ...)
     offsets: list[int]  # of each window, in tokens from the beginning of the text
     tokens: int
+    document: Tensor | None = None  # (windows,) the document in which each begins, where known
 
     def __len__(self) -> int:
         """Number of windows."""
         return len(self.offsets)
+
+    @property
+    def clusters(self) -> Tensor:
+        """(windows,) numbers of what standard errors take as independent: documents, else windows."""
+        numbers = torch.arange(self.first, self.first + len(self))
+        return numbers if self.document is None else self.document.cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +73,7 @@ class Windows:
 
     inputs: dict[str, Tensor] | None = None
     source: Iterable[Any] = ()
+    document: Tensor | None = None  # (n,) of windows in memory, where known
 
     @property
     def ids(self) -> Tensor | None:
@@ -73,17 +83,34 @@ class Windows:
     @property
     def tokens(self) -> int:
         """How many tokens there are; 0 where only reading would tell, or masks leave some out."""
-        return 0 if self.ids is None else self.ids.numel()
+        counted = self.inputs is not None and set(self.inputs) <= {IDS, "labels"}
+        return self.inputs[IDS].numel() if counted and self.inputs else 0
 
     @property
     def length(self) -> int | None:
         """Tokens of a window, where `ids` is known."""
         return None if self.ids is None else self.ids.shape[1]
 
+    def __len__(self) -> int:
+        """How many windows are in memory."""
+        return 0 if self.inputs is None else len(next(iter(self.inputs.values())))
+
     @property
     def repeatable(self) -> bool:
         """Does reading twice give the same batches? A generator ends, a DataLoader may shuffle."""
         return self.inputs is not None or isinstance(self.source, Sequence)
+
+    def folds(self, groups: int) -> Folds:
+        """Folds of these windows: by documents where they are known, in cells of a stream."""
+        if not self.repeatable:
+            return Folds(groups)
+        batches = list(self.batches())
+        offsets = [offset for batch in batches for offset in batch.offsets]
+        tokens = sum(batch.tokens for batch in batches)
+        known = [
+            d for batch in batches if batch.document is not None for d in batch.document.tolist()
+        ]
+        return Folds.over(groups, offsets, tokens, known if len(known) == len(offsets) else None)
 
     def batches(self, batch_size: int = 8) -> Iterator[Batch]:
         """In order. `batch_size` is for windows in memory; others come in batches."""
@@ -91,11 +118,12 @@ class Windows:
             raise ValueError(f"batch size must be at least 1, got {batch_size} (--batch-size)")
         first = tokens = 0
         for number, inputs in enumerate(self._parts(batch_size)):
+            document = inputs.pop(DOCUMENT, None)
             main = inputs.get(IDS, next(iter(inputs.values())))
             # Images and audio have no tokens: each counts as a cell, the unit that folds keep whole.
             length = main.shape[1] if IDS in inputs else CELL
             offsets = [tokens + i * length for i in range(len(main))]
-            yield Batch(number, first, inputs, offsets, len(main) * length)
+            yield Batch(number, first, inputs, offsets, len(main) * length, document)
             first += len(main)
             tokens += len(main) * length
 
@@ -103,7 +131,8 @@ class Windows:
         if self.inputs is None:
             yield from map(_inputs, self.source)
             return
-        names, values = self.inputs.keys(), self.inputs.values()
+        named = self.inputs if self.document is None else {**self.inputs, DOCUMENT: self.document}
+        names, values = named.keys(), named.values()
         for parts in zip(*(value.split(batch_size) for value in values), strict=True):
             yield dict(zip(names, parts, strict=True))
 
@@ -122,8 +151,10 @@ def as_windows(windows: WindowsLike) -> Windows:
     if not (isinstance(windows, Mapping) or _is_array(windows) or _is_windows(windows)):
         return Windows(source=windows)
     inputs = _inputs(windows)
-    alike = len({len(value) for value in inputs.values()}) == 1
-    return Windows(inputs) if alike else Windows(source=[inputs])  # image patches: not to be cut
+    if len({len(value) for value in inputs.values()}) > 1:
+        return Windows(source=[inputs])  # image patches: not to be cut
+    document = inputs.pop(DOCUMENT, None)
+    return Windows(inputs, document=document)
 
 
 def as_stream(ids: WindowsLike) -> Tensor | None:

@@ -95,7 +95,7 @@ def degrees(
             }
         )
     second, third = (errors(layers[f"degree {q} in {p}"], report)[0] for q in (2, 3))
-    more, more_se = ratio(second - third, report.spread, report.window)
+    more, more_se = ratio(second - third, report.spread, report.cluster)
     best = min(errors_by, key=errors_by.__getitem__)  # by the rows kept for choosing
     record = {"steps": steps, "best": best, "third_gain": more, "third_gain_se": more_se}
     return record | {"verdict": verdict(steps, more, more_se)}, layers

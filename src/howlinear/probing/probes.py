@@ -26,7 +26,7 @@ from howlinear.linear.affine import Affine, UnitMap
 from howlinear.losses.protocols import protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import sweep
-from howlinear.models import corpus
+from howlinear.models import cutting
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
@@ -68,7 +68,7 @@ def probe(
     run = Profile.load(folder)
     RunFolder(folder).check_addable("probe")
     at_blocks = [b for b, _ in match(model, run, at)]
-    texts = [w if isinstance(w, Tensor | Windows) else list(w) for w in (fit, choose, report)]
+    texts = [_kept(as_windows(w)) for w in (fit, choose, report)]
     sizes = dict(zip(("fit", "choose", "report"), map(count, texts), strict=True))
     predict, predicted, notes = _predicted(model, predict, settings)
     written = {"rows": sizes, "seed": settings.seed, **predicted}
@@ -225,10 +225,11 @@ def _groups(
 
 def windows_of(
     read: Tensor, text: Any, tokenizer: Any, rows: int, bos: str = "auto", seed: int = 0
-) -> list[Tensor]:
+) -> list[WindowsLike]:
     """Windows to fit on, to choose by and to report on; `read` are those that the run was fitted on.
 
-    For fewer rows than the run read, whole windows are drawn at random.
+    For fewer rows than the run read, whole windows are drawn at random; those to choose by and to
+    report on are spread over their texts.
     """
     length = read.shape[1]
     kept = max(1, rows // length)
@@ -236,10 +237,17 @@ def windows_of(
         chosen = torch.randperm(len(read), generator=torch.Generator().manual_seed(seed))[:kept]
         read = read[chosen.sort().values]
     held_out = [
-        corpus.windows(part(), tokenizer, length, tokens=max(length, rows // share), bos=bos)
+        cutting.spread_windows(
+            part(), tokenizer, length, tokens=max(length, rows // share), bos=bos
+        )
         for part, share in ((text.choose, 4), (text.report, 3))
     ]
     return [read, *held_out]
+
+
+def _kept(windows: Windows) -> Windows:
+    """The same windows, which can be read more than once."""
+    return windows if windows.repeatable else Windows(source=list(windows.source))
 
 
 def count(windows: WindowsLike) -> int:

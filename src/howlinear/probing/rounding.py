@@ -64,8 +64,8 @@ def rounding_errors(
     for bits in GROUP:
         layer = layers[f"int{bits}"] = Cast(rounded(model, block, bits))
         error, cosine = errors(layer, report)
-        share, se = ratio(error, report.spread, report.window)
-        body = ratio(error * report.body, report.spread_body, report.window)[0]
+        share, se = ratio(error, report.spread, report.cluster)
+        body = ratio(error * report.body, report.spread_body, report.cluster)[0]
         scores = {"error": share, "error_se": se, "error_body": body, "cosine": cosine}
         record[f"int{bits}"] = scores
     return record, layers

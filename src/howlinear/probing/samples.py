@@ -1,11 +1,11 @@
 """A bounded sample of a block's rows, and scores of layers in its place on rows they were not fitted on.
 
-    fit = gather(model, at, windows)[11]              # x, y, window, position, token
+    fit = gather(model, at, windows)[11]              # x, y, cluster, position, token
     report = gather(model, at, other_windows)[11]
     outcome(layer, affine, report).gain               # share of variance beyond the affine map
 
 A matrix is fitted from moments; other layers need rows. Rows of whole windows are kept, for standard
-errors over windows. The caller bounds their number.
+errors over documents or windows. The caller bounds their number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sample:
 
     x: Tensor
     y: Tensor
-    window: Tensor  # (n,)
+    cluster: Tensor  # (n,) the document of each row, or its window
     position: Tensor  # (n,) within its window
     token: Tensor | None = None  # (n,) id of the token at that position
 
@@ -80,14 +80,14 @@ def gather(model: nn.Module, at: Sequence[Block], windows: WindowsLike) -> dict[
         if ids is not None and int(kept[-1]) < ids.numel():
             token = ids.reshape(-1).cpu()[kept]
         x, y = rows.x.to(torch.float32, copy=True).cpu(), rows.y.float().cpu()
-        window = rows.window.cpu() + batch.first
-        parts[block.index].append((x, y, window, rows.position.cpu(), token))
+        cluster = batch.clusters[rows.window.cpu()]
+        parts[block.index].append((x, y, cluster, rows.position.cpu(), token))
 
     run_rows(model, windows, receive, at=at)
     samples = {}
     for index in list(parts):
-        x, y, window, position, token = map(torch.cat, zip(*parts.pop(index), strict=True))
-        samples[index] = Sample(x, y, window, position, None if bool((token < 0).any()) else token)
+        x, y, cluster, position, token = map(torch.cat, zip(*parts.pop(index), strict=True))
+        samples[index] = Sample(x, y, cluster, position, None if bool((token < 0).any()) else token)
     return samples
 
 
@@ -109,7 +109,7 @@ class Outcome:
     """A layer beside the affine map, on the same rows.
 
     `gain` is the share of variance that the layer explains beyond the map. Its standard error is over
-    windows, which are taken as independent; rows of one window are not.
+    documents (windows where these are not known), which are taken as independent; their rows are not.
     """
 
     r2: float
@@ -128,12 +128,12 @@ class Outcome:
 def outcome(layer: Layer, affine: Layer, sample: Sample) -> Outcome:
     after, cosine = errors(layer, sample)
     before, _ = errors(affine, sample)
-    gain, gain_se = ratio(before - after, sample.spread, sample.window)
+    gain, gain_se = ratio(before - after, sample.spread, sample.cluster)
     body = sample.body.double()
-    gain_body, gain_body_se = ratio(body * (before - after), sample.spread_body, sample.window)
+    gain_body, gain_body_se = ratio(body * (before - after), sample.spread_body, sample.cluster)
     return Outcome(
-        r2=1 - ratio(after, sample.spread, sample.window)[0],
-        r2_body=1 - ratio(body * after, sample.spread_body, sample.window)[0],
+        r2=1 - ratio(after, sample.spread, sample.cluster)[0],
+        r2_body=1 - ratio(body * after, sample.spread_body, sample.cluster)[0],
         gain=gain,
         gain_se=gain_se,
         gain_body=gain_body,
@@ -185,9 +185,9 @@ def r2_of(layer: Layer, sample: Sample) -> float:
     return 1 - float(errors(layer, sample)[0].sum() / sample.spread.sum())
 
 
-def ratio(part: Tensor, whole: Tensor, window: Tensor) -> tuple[float, float]:
-    """sum(part) / sum(whole) over rows, and its standard error over windows."""
-    _, cluster = window.unique(return_inverse=True)
+def ratio(part: Tensor, whole: Tensor, cluster: Tensor) -> tuple[float, float]:
+    """sum(part) / sum(whole) over rows, and its standard error over clusters."""
+    _, cluster = cluster.unique(return_inverse=True)
     k = int(cluster.max()) + 1 if len(cluster) else 0
     parts, wholes = (
         torch.zeros(k, dtype=torch.float64).index_add_(0, cluster, v.double())

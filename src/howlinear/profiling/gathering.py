@@ -58,18 +58,21 @@ class Scope:
     def split(self, text: Windows) -> Split:
         """Which rows are held out."""
         if self.protocol == "default":
-            return Folds(self.folds)
+            return text.folds(self.folds)
         if text.ids is None:
             raise ValueError(
                 "the paper protocol needs all windows at once: a LongTensor (n, length)"
             )
         return RowSplit(text.ids.numel())
 
-    def settings(self, course: Course) -> dict[str, Any]:
-        """Scope and course as profile.json has them."""
+    def settings(self, course: Course, split: Split, text: Windows) -> dict[str, Any]:
+        """Scope and course as profile.json has them; `folds` are those that there are."""
+        folds = split if isinstance(split, Folds) else None
         return {
             "protocol": self.protocol,
-            "folds": self.folds if self.protocol == "default" else None,
+            "folds": folds and folds.groups,
+            "cells": folds and (len(folds.cells) or None),  # None: of a stream, or one split
+            "documents": text.document is not None,
             "solver": course.solver,
             "precision": course.precision,
             "precision_difference": None,  # until it is measured
@@ -138,7 +141,7 @@ def profile_shard(
         del stores  # before the next ones are made
     places.sort(key=lambda place: int(place["index"]))
     batches = text.batches(course.batch_size)
-    settings = scope.settings(course) | {
+    settings = scope.settings(course, scope.split(text), text) | {
         "tokens": text.tokens,
         "read": sum(batch.tokens for batch in batches if course.in_shard(batch.number)),
         "shard": list(course.shard),

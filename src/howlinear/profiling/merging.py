@@ -21,7 +21,8 @@ from torch import Tensor
 
 from howlinear.linear.folds import Folds, RowSplit, Split
 from howlinear.linear.stores import BlockStore, name_of
-from howlinear.models import corpus
+from howlinear.models.cutting import document_windows
+from howlinear.models.documents import Documents
 from howlinear.profiling.profiler import Profile, differences_of, divided
 from howlinear.profiling.scores import Measured, measure_store
 from howlinear.run.folder import RunFolder
@@ -29,7 +30,17 @@ from howlinear.run.tensors import read_store, save_moments, saved_maps
 
 # what must be the same in model and settings
 MODEL = ("family", "revision", "parameters", "dtype", "quantization", "weights")
-SETTINGS = ("protocol", "folds", "solver", "precision", "experts", "seed", "window", "bos")
+SETTINGS = (
+    "protocol",
+    "folds",
+    "documents",
+    "solver",
+    "precision",
+    "experts",
+    "seed",
+    "window",
+    "bos",
+)
 
 
 @dataclass(frozen=True)
@@ -221,13 +232,14 @@ def _settings(heads: Sequence[Head]) -> dict[str, Any]:
     return settings
 
 
-def fit_windows(text: str, tokenizer: Any, settings: Mapping[str, Any]) -> Tensor:
+def fit_windows(text: Documents, tokenizer: Any, settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """The windows of a text that a run with these settings holds: all, or those of its shards."""
     shards = settings.get("shards") or {"read": [0], "of": 1, "tokens": settings["tokens"]}
     cut = {"tokens": shards["tokens"], "bos": settings.get("bos", "auto")}
-    ids = corpus.windows(text, tokenizer, settings["window"], **cut)
-    batches = torch.arange(len(ids)) // (settings.get("batch_size") or 1)
-    return ids[torch.isin(batches % shards["of"], torch.tensor(shards["read"]))]
+    windows = document_windows(text, tokenizer, settings["window"], **cut)
+    batches = torch.arange(len(windows["input_ids"])) // (settings.get("batch_size") or 1)
+    read = torch.isin(batches % shards["of"], torch.tensor(shards["read"]))
+    return {name: value[read] for name, value in windows.items()}
 
 
 def _added(heads: Sequence[Head], block: BlockId, notes: list[str]) -> BlockStore:

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from howlinear.linear.folds import Folds, check_rows
+from howlinear.linear.folds import check_rows
 from howlinear.models.families import Block, blocks
+from howlinear.models.forward import as_windows
 from howlinear.models.hooks import evaluating
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.fields import MONITORED
@@ -70,9 +71,8 @@ class LinearityMonitor:
         # of a compiled model the original: hooks on the wrapper do not run
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.blocks: list[Block] = blocks(self.model, at)
-        check_rows(
-            windows.shape[0], windows.shape[1], max(b.d_in for b in self.blocks), Folds(folds)
-        )
+        split, widest = as_windows(windows).folds(folds), max(b.d_in for b in self.blocks)
+        check_rows(windows.shape[0], windows.shape[1], widest, split)
         self.windows, self.every, self.folds = windows, every, folds
         self.batch_size, self.max_overhead = batch_size, max_overhead
         self.rows: list[dict[str, Any]] = []

@@ -181,7 +181,7 @@ def profile(
         measured += _at_first(course, stores, results)
         kept += whole if course.saves is None else []
         del stores, whole, results  # before the next ones are made
-    settings = scope.settings(course) | {"tokens": tokens, "window": text.length}
+    settings = scope.settings(course, split, text) | {"tokens": tokens, "window": text.length}
     return _assembled(course, measured, kept, settings | _unread(model, at))
 
 

@@ -1,0 +1,241 @@
+"""A text -> one stream of tokens -> windows.
+
+    ids = windows(text.fit, tokenizer, 1024, tokens=default_tokens(576))    # (n, 1024)
+    document_windows(text.fit, tokenizer, 1024)         # {"input_ids": ..., "document": (n,)}
+    spread_windows(text.report(), tokenizer, 128, tokens=4096)
+
+Profiles read the beginning of a text. Samples of held-out text are spread over all of it: a few
+articles in a row say little about the others.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from howlinear.models.documents import Documents
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# Tokens dropped at the end of a tokenised prefix. A cut changes the token it falls into and, by
+# merges, its neighbours. Nearly all tokenizers split at words first, so the change ends within a
+# word or a run of spaces.
+EDGE = 256
+
+LONG, EXCERPTS = 4_000_000, 256  # characters that are tokenised to spread windows; pieces of them
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte
+
+
+def default_tokens(width: int) -> int:
+    """Enough tokens that held-out R2 is at most (1 - r2) / 39 too low."""
+    return max(30_000, 40 * width)
+
+
+def fitting_length(model: Any, tokenizer: Any, length: int) -> int:
+    """The window length, or the number of positions of the model where that is smaller."""
+    limits = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        getattr(tokenizer, "model_max_length", None),  # RoBERTa's is two below its positions
+    )
+    return min([length, *(n for n in limits if isinstance(n, int) and n >= 2)])
+
+
+def windows(
+    text: str, tokenizer: Any, length: int, *, tokens: int | None = None, bos: str = "auto"
+) -> "torch.Tensor":
+    """Non-overlapping windows (n, length) of the first `tokens` tokens of the text; all if None.
+
+    The text is one stream, tokenised without special tokens. `bos` adds special tokens to each
+    window, within `length`: "auto" those that the tokenizer adds to a text (BOS for Llama, [CLS] and
+    [SEP] for BERT, none for GPT-2), "always" the same and BOS in any case, "never" none. Special
+    tokens count towards `tokens`. A text that is too short gives fewer windows and a log line. Time
+    and memory grow with `tokens`, not with the text.
+    """
+    frame = _Frame.of(tokenizer, length, bos)
+    wanted = frame.wanted(tokens)
+    stream = first_tokens(text, tokenizer, None if wanted is None else wanted * frame.room)
+    count = frame.fitting(len(stream), frame.room, tokens)
+    return frame.cut(stream, range(0, count * frame.room, frame.room))
+
+
+def document_windows(
+    text: Documents, tokenizer: Any, length: int, *, tokens: int | None = None, bos: str = "auto"
+) -> dict[str, "torch.Tensor"]:
+    """The same windows, and the number of the document in which each begins where it is known.
+
+    {"input_ids": (n, length), "document": (n,)}, as `profile` takes them: folds keep documents whole.
+    """
+    ids = windows(text, tokenizer, length, tokens=tokens, bos=bos)
+    room = _Frame.of(tokenizer, length, bos).room
+    sizes, end, pieces = list[int](), len(ids) * room, text.pieces()
+    while sum(sizes) < end and len(sizes) < len(pieces) > 1:
+        some = pieces[len(sizes) : len(sizes) + 64]
+        sizes += map(len, _encode_all(some, tokenizer))
+    return {"input_ids": ids} | _numbers(sizes, range(0, end, room))
+
+
+def spread_windows(
+    text: Documents,
+    tokenizer: Any,
+    length: int,
+    *,
+    tokens: int,
+    bos: str = "auto",
+    stride: int | None = None,
+) -> dict[str, "torch.Tensor"]:
+    """Windows evenly spaced over the whole text, as many as `tokens` tokens have; their documents.
+
+    They are some of the windows that the whole text has, one every `stride` tokens (by default one
+    after the other). Of a text of more than `LONG` characters, excerpts stand for the whole.
+    """
+    frame, pieces = _Frame.of(tokenizer, length, bos), text.pieces()
+    if len(text) > LONG:
+        size = LONG // EXCERPTS
+        starts = [i * (len(text) - size) // (EXCERPTS - 1) for i in range(EXCERPTS)]
+        pieces = [text[start : start + size] for start in starts]
+    encoded = _encode_all(pieces, tokenizer)
+    stream = list(chain.from_iterable(encoded))
+    step = stride or frame.room
+    every = frame.fitting(len(stream), step, tokens)
+    count = min(every, frame.wanted(tokens) or every)
+    firsts = [(2 * i + 1) * every // (2 * count) * step for i in range(count)]
+    return {"input_ids": frame.cut(stream, firsts)} | _numbers([*map(len, encoded)], firsts)
+
+
+def _numbers(sizes: Sequence[int], firsts: Sequence[int]) -> dict[str, "torch.Tensor"]:
+    """{"document": the document of each of these tokens}, by tokens a document; {} for only one."""
+    import torch
+
+    if len(sizes) < 2:
+        return {}
+    ends = torch.tensor(sizes).cumsum(0)
+    last = len(sizes) - 1  # documents encoded one by one may have a token less than the stream
+    numbers = torch.searchsorted(ends, torch.tensor(firsts), right=True)
+    return {"document": numbers.clamp_max(last)}
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A window of `length` tokens: its special tokens, and `room` for the text."""
+
+    length: int
+    before: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, length: int, bos: str) -> "_Frame":
+        if tokenizer is None:
+            raise ValueError(
+                "this model has no tokenizer, so it cannot read a text: name a text model"
+            )
+        frame = cls(length, *_surroundings(tokenizer, bos))
+        if frame.room < 1:
+            special = len(frame.before + frame.after)
+            raise ValueError(
+                f"--max-length {length} leaves no room beside {special} special tokens"
+            )
+        return frame
+
+    @property
+    def room(self) -> int:
+        return self.length - len(self.before) - len(self.after)
+
+    def wanted(self, tokens: int | None) -> int | None:
+        """How many windows so many tokens are."""
+        if tokens is not None and tokens < self.length:
+            raise ValueError(
+                f"--tokens {tokens} is less than one window: lower --max-length {self.length}"
+            )
+        return None if tokens is None else tokens // self.length
+
+    def fitting(self, available: int, step: int, tokens: int | None) -> int:
+        """How many windows a stream has, one every `step` tokens; says if they are too few."""
+        if available < self.room:
+            raise ValueError(
+                f"the text has {available} tokens and one window takes {self.room}: "
+                "lower --max-length or give more text with --text-file"
+            )
+        count = (available - self.room) // step + 1
+        if tokens is not None and count < tokens // self.length:
+            logger.warning(
+                "the text has %d tokens, fewer than the %d asked for", count * self.length, tokens
+            )
+        return count
+
+    def cut(self, stream: list[int], firsts: Sequence[int]) -> "torch.Tensor":
+        """(n, length) the windows that begin at these tokens of a stream."""
+        import torch
+
+        every = torch.tensor(stream, dtype=torch.long).unfold(0, self.room, 1)
+        body = every[torch.tensor(firsts, dtype=torch.long)]
+        ends = [torch.tensor(ids).long().expand(len(body), -1) for ids in (self.before, self.after)]
+        return torch.cat([ends[0], body, ends[1]], dim=1)
+
+
+def first_tokens(text: str, tokenizer: Any, wanted: int | None) -> list[int]:
+    """The first `wanted` tokens of the whole text, from a prefix that is long enough."""
+    size = len(text) if wanted is None else 5 * (wanted + EDGE)
+    while size < len(text):
+        ids = _encode(text[:size], tokenizer)
+        if len(ids) >= wanted + EDGE:  # type: ignore[operator]
+            return ids[:wanted]
+        size *= 2
+    return _encode(text, tokenizer)[:wanted]
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    return _encode_all([text], tokenizer)[0]
+
+
+def _encode_all(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each text, without special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        options = {"add_special_tokens": False, "verbose": False}
+        return [list(tokenizer(text, **options)["input_ids"]) for text in texts]
+    # Twice as fast as calling the tokenizer, which also computes offsets. Some tokenizer.json files
+    # truncate to a few hundred tokens; calling the tokenizer would lift that too.
+    backend.no_truncation()
+    backend.no_padding()
+    encoded = backend.encode_batch_fast(list(map(str, texts)), add_special_tokens=False)
+    return [list(one.ids) for one in encoded]
+
+
+def _surroundings(tokenizer: Any, bos: str) -> tuple[list[int], list[int]]:
+    """The special tokens before and after each window: those that the tokenizer adds to a short text."""
+    if bos not in ("auto", "always", "never"):
+        raise ValueError(f"unknown bos {bos}: --bos takes auto, always or never")
+    if bos == "never":
+        return [], []
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    starts = range(len(whole) - len(plain) + 1)
+    at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+    before, after = whole[:at], whole[at + len(plain) :]
+    if bos == "always" and tokenizer.bos_token_id is None:
+        raise ValueError("this tokenizer has no BOS token: use --bos auto or --bos never")
+    if bos == "always" and before[:1] != [tokenizer.bos_token_id]:
+        before = [tokenizer.bos_token_id, *before]
+    return before, after
+
+
+def count_bytes(ids: "torch.Tensor", tokenizer: Any) -> int:
+    """utf-8 bytes of windows (n, length) of tokens, without special tokens.
+
+    A window may begin or end within a character, which tokens of bytes have parts of: decoding
+    would count a part as a replacement character of 3 bytes.
+    """
+    special = set(tokenizer.all_special_ids)
+    rows = [[i for i in row if i not in special] for row in ids.tolist()]
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    if not ("ByteLevel" in decoder or "ByteFallback" in decoder):
+        return sum(len(tokenizer.decode(row).encode()) for row in rows)
+    tokens = tokenizer.convert_ids_to_tokens(list(chain.from_iterable(rows)))
+    if "ByteLevel" in decoder:  # a character of a token stands for a byte
+        return sum(map(len, tokens))
+    return sum(1 if BYTE.fullmatch(t) else len(t.replace("\u2581", " ").encode()) for t in tokens)
