@@ -119,7 +119,7 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
     assert here("merge", *parts, "-o", run).returncode == 0
     source = RunSource(run)
     net = source.load(Loader())
-    ids = source.fit_windows()
+    ids = source.fit_windows().ids
     whole = cutting.windows(source.text.fit, source.tokenizer, 64, tokens=8192)
     expected = [w for i, w in enumerate(whole) if i // 8 % 3 != 1]
     assert torch.equal(ids, torch.stack(expected))
@@ -129,10 +129,10 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
         one, two = (sum(m.n * m.mean_x for m in getattr(s, field) if m.n) for s in (store, again))
         assert torch.allclose(one, two, rtol=1e-9)
     subject = _Subject(str(run), None, None, 512, 5)
-    assert torch.equal(subject.load(Loader())[1], ids)
+    assert torch.equal(subject.load(Loader())[1].ids, ids)
     other = _Subject(str(little / "model"), None, None, 512, 5)
     other.read_text_of(subject, 64)
-    assert torch.equal(other.load(Loader())[1], ids)
+    assert torch.equal(other.load(Loader())[1].ids, ids)
     assert torch.equal(source.short_windows(32, 640), ids[:20, :32])
     source.settings["tokens"] += 64
     with pytest.raises(ValueError, match="was fitted on 5696 tokens and its text gives 5632"):

@@ -146,7 +146,7 @@ def _compressed(
     """The compression, and the windows that it is reported on."""
     from howlinear.compression.compress import CompressSettings, compress_model
 
-    cut, texts = source.protocol(), {"fit": source.fit_windows()}
+    cut, texts = source.protocol(), {"fit": source.fit_windows().ids}
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
     _check_memory(source.net, source.blocks(), texts["fit"].numel())

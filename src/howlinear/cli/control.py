@@ -148,7 +148,7 @@ def cross_feed(
     folder = a.folder("control-cross-feed", out)
     loader = Loader(device, trust_remote_code, allow_pickle)
     net_a, ids_a = a.load_decoder(loader)
-    b.read_text_of(a, ids_a.shape[1])
+    b.read_text_of(a, ids_a.length)
     net_b, ids_b = b.load_decoder(loader)
     sides = blocks(net_a), blocks(net_b)
     chosen = depth_pairs(pairs, *map(len, sides))

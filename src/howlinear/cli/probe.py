@@ -85,7 +85,7 @@ def probe(
     settings = probes.ProbeSettings(kinds, rank=rank, solver=solver, seeds=seeds, seed=seed)
     source.check_blocks(blocks)
     net = source.load(Loader("cpu", trust_remote_code, allow_pickle))
-    read, budget = source.fit_windows(), min(rows or MAX_ROWS, source.settings["tokens"])
+    read, budget = source.fit_windows().ids, min(rows or MAX_ROWS, source.settings["tokens"])
     text = (read, source.text, source.tokenizer, budget, source.bos, seed)
     windows: dict[str, Any] = dict(zip(PARTS, probes.windows_of(*text), strict=True))
     memory = _check_rows(net, source.blocks(blocks), [*map(probes.count, windows.values())])

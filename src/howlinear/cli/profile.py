@@ -188,6 +188,7 @@ def _profile_texts(
     """Write a run for each text and print the table; of several texts, their comparison."""
     from howlinear.models import corpus
     from howlinear.models.cutting import document_windows
+    from howlinear.models.forward import as_windows
     from howlinear.models.loading import describe
     from howlinear.run.work import Ranks
 
@@ -208,8 +209,8 @@ def _profile_texts(
                 say(f"{folder} holds this profile already: --overwrite to measure again")
                 result = None if follows() else _read(folder, request)
                 continue
-            ids = document_windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
-            result = _profile_text(net, at, ids, about, folder, saving, ranks, as_json)
+            cut = document_windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
+            result = _profile_text(net, at, as_windows(cut), about, folder, saving, ranks, as_json)
         if not several or request["shard"][1] > 1:
             show(result, _table(request), folder, as_json)
         elif ranks.rank == 0:
@@ -251,7 +252,7 @@ def _read(folder: Path, request: Request) -> Any:
 def _profile_text(
     net: Any,
     at: Any,
-    ids: Any,
+    windows: Any,
     about: dict[str, Any],
     folder: Path,
     saving: dict[str, Any],
@@ -259,29 +260,31 @@ def _profile_text(
     as_json: bool,
 ) -> Any:
     """Measure one text and write a run, or a shard of one; what cannot be written is printed."""
+    from howlinear.linear.folds import CELL
     from howlinear.profiling.gathering import Scope
     from howlinear.profiling.passes import Course
     from howlinear.run.saving import Saves
 
     request = about["asked"]
     same = {"weights": about["model"]["weights"], "fingerprint": about["corpus"]["fingerprint"]}
-    here = {"ranks": ranks.count, "howlinear": howlinear.__version__}
+    here = {"ranks": ranks.count, "howlinear": howlinear.__version__, "cell": CELL}
     saves = Saves(folder, request | same | here, rank=ranks.rank, **saving)
-    _check_same(ranks, (same, ids.shape, int(ids.sum())))
+    _check_same(ranks, (same, windows.ids.shape, int(windows.ids.sum())))
     if saves.begun:
         say(f"resuming the interrupted profile in {folder}")
     names = ("batch_size", "solver", "precision", "seed", "layerwise")
     options = {name: request[name] for name in names}
     course = Course(ranks, shard=tuple(request["shard"]), saves=saves, **options)
     scope = Scope(request["folds"], request["protocol"], request["experts"])
-    saves.together = _plan(net, at, ids, scope, course)
+    saves.together = _plan(net, at, windows.ids, scope, course)
     try:
-        result = _measured(net, at, ids, scope, replace(course, together=saves.together))
+        result = _measured(net, at, windows, scope, replace(course, together=saves.together))
     except KeyboardInterrupt:
         if saves.begun:
             say(f"the same command resumes from the last save in {folder}")
         raise
-    result.settings.update(window=ids.shape[1], bos=_bos(request), batch_size=request["batch_size"])
+    more = {"window": windows.length, "bos": _bos(request), "batch_size": request["batch_size"]}
+    result.settings.update(more)
     result.about.update(about)
     if ranks.rank == 0:
         _save(result, folder, _table(request), as_json)
@@ -328,7 +331,7 @@ def check_room(memory: int, disk: int, out: Path) -> None:
     room.check_disk(disk, "the run needs", out, f"{SMALLER}, or name another place with -o")
 
 
-def _measured(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> Any:
+def _measured(net: Any, at: Any, windows: Any, scope: Any, course: Any) -> Any:
     """The profile, or the moments of a shard."""
     from howlinear.profiling.gathering import profile_shard
     from howlinear.profiling.profiler import profile
@@ -336,8 +339,8 @@ def _measured(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> Any:
     with progress_bars() as begin:
         course = replace(course, progress=begin)
         if course.shard[1] > 1:
-            return profile_shard(net, ids, at=at, scope=scope, course=course)
-        return profile(net, ids, at=at, course=course, **vars(scope))
+            return profile_shard(net, windows, at=at, scope=scope, course=course)
+        return profile(net, windows, at=at, course=course, **vars(scope))
 
 
 def _extent(net: Any, tokenizer: Any, at: Any, request: Request) -> tuple[int, int]:

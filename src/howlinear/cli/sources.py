@@ -104,23 +104,24 @@ class RunSource:
         return [b for b, _ in match(self.net, Profile.load(self.folder.folder), at)]
 
     def fit_windows(self) -> Any:
-        """The windows that the run was fitted on."""
+        """The windows that the run was fitted on, with their documents: `Windows`."""
+        from howlinear.models.forward import as_windows
         from howlinear.profiling.merging import fit_windows
 
-        ids = fit_windows(self.text.fit, self.tokenizer, self.settings)["input_ids"]
-        if ids.numel() != self.settings["tokens"]:
+        windows = as_windows(fit_windows(self.text.fit, self.tokenizer, self.settings))
+        if windows.tokens != self.settings["tokens"]:
             raise ValueError(
                 f"{self.folder.folder} was fitted on {self.settings['tokens']} tokens and its text "
-                f"gives {ids.numel()}: profile again"
+                f"gives {windows.tokens}: profile again"
             )
-        return ids
+        return windows
 
     def short_windows(self, length: int, tokens: int) -> Any:
         """Windows of this length from the text that the run was fitted on."""
         from howlinear.models import cutting
 
         if self.settings.get("shards"):  # beginnings of the run's windows: others lie between
-            return self.fit_windows()[: max(1, tokens // length), :length]
+            return self.fit_windows().ids[: max(1, tokens // length), :length]
         return cutting.windows(self.text.fit, self.tokenizer, length, tokens=tokens, bos=self.bos)
 
     def protocol(self, name: str = "windows-128") -> Any:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from howlinear.controls.results import profiled
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.records.fields import MONITORED
 from howlinear.records.words import plural
 from howlinear.report.results import Result
@@ -70,7 +71,7 @@ class Training(Result):
     def measure(
         self,
         model: nn.Module,
-        windows: Tensor,
+        windows: WindowsLike,
         name: str,
         about: dict[str, Any],
         *,
@@ -79,11 +80,12 @@ class Training(Result):
     ) -> None:
         """Profile one more checkpoint; `about` is what `models.loading.describe` says of it."""
         options = {"at": at, "folds": self.settings["folds"], "work": work or Work()}
-        records = profiled(model, windows, f"profiling {name}", **options).blocks
+        text = as_windows(windows)
+        records = profiled(model, text, f"profiling {name}", **options).blocks
         if self.checkpoints and len(records) != len(self.checkpoints[0]["blocks"]):
             raise ValueError(f"{name} has {len(records)} blocks, unlike the ones before it")
         rows = [{field: getattr(b, field) for field in MONITORED} for b in records]
-        measured = {"name": name, "model": about, "tokens": windows.numel(), "blocks": rows}
+        measured = {"name": name, "model": about, "tokens": text.tokens, "blocks": rows}
         self.checkpoints.append(measured)
 
     def sort(self, names: Sequence[str]) -> None:
