@@ -80,6 +80,12 @@ class Profile(Result):
             notes.append(
                 f"body R2 of blocks {listed} rests on a few rows: sinks beyond the first position"
             )
+        read, folds = self.settings.get("documents"), self.settings.get("folds")
+        if read is not None and folds is not None and read < folds:
+            notes.append(
+                f"the text read has {read} documents for {folds} folds: ± covers what varies within "
+                "them, and is too small for other documents; give more tokens (--tokens)"
+            )
         thin = min(b.rows_per_column for b in self.blocks)
         if thin < 20:
             notes.append(
