@@ -129,12 +129,15 @@ def test_a_profile_keeps_documents_whole():
     documents = torch.tensor([0] * 23 + [1] * 19 + [2] * 17 + [3] * 22 + [4] * 19)
     result = profile(model, {"input_ids": ids, "document": documents})
     assert (result.settings["folds"], result.settings["cells"]) == (5, 5)
-    assert result.settings["documents"]
+    assert result.settings["documents"] == 5
+    assert not any("documents for" in note for note in result.notes)
+    few = profile(model, {"input_ids": ids, "document": documents.clamp_max(2)})
+    assert any("3 documents for 5 folds" in note for note in few.notes)
     sizes = [n // 32 for n in result.stores[0].sizes]
     assert sizes == [23, 19, 17, 22, 19]
     plain = profile(model, ids)
     assert [n // 32 for n in plain.stores[0].sizes] == [20] * 5
-    assert not plain.settings["documents"]
+    assert plain.settings["documents"] is None
     assert profile(model, ids[:3], folds=5).settings["folds"] == 3
 
 

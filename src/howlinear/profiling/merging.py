@@ -33,7 +33,6 @@ MODEL = ("family", "revision", "parameters", "dtype", "quantization", "weights")
 SETTINGS = (
     "protocol",
     "folds",
-    "documents",
     "solver",
     "precision",
     "experts",
@@ -113,7 +112,7 @@ class Head:
     @property
     def cut(self) -> tuple[Any, ...]:
         """How the text was cut into shards."""
-        return *self.shards[1:], self.settings.get("batch_size")
+        return *self.shards[1:], self.settings.get("batch_size"), self.settings.get("cells")
 
     @property
     def tokens(self) -> int:
