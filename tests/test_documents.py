@@ -87,7 +87,7 @@ def test_a_long_text_is_read_in_excerpts(letters, monkeypatch):
     monkeypatch.setattr(cutting, "_encode_all", lambda t, k: read.extend(t) or encode(t, k))
     text = Documents("".join(chr(97 + i * 26 // 100_000) for i in range(100_000)))
     sample = cutting.spread_windows(text, letters, 10, tokens=260)
-    assert sum(map(len, read)) == 2560
+    assert sum(map(len, read)) == 2 * 2560  # as one text, and excerpt by excerpt
     shown = letters.decode(sample["input_ids"][:, 0])
     assert len(set(shown)) == 26
     assert list(shown) == sorted(shown)
@@ -121,6 +121,28 @@ def test_bytes_of_cut_characters_are_counted(letters):
     assert cutting.count_bytes(torch.tensor([[3, 0, 1, 2, 2]]), fallback) == 8
 
 
+def test_windows_are_those_of_the_whole_text():
+    """Also for a tokenizer that begins every text with a space."""
+    words = ["▁", *(f"▁{c}{d}" for c in "abcdefghij" for d in "abcdefghij")]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="▁"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = Documents.joined(["ab cd ef " * 20, "gh ij ab " * 30])
+    every = cutting.windows(text, tokenizer, 8).tolist()
+    sample = cutting.spread_windows(text, tokenizer, 8, tokens=64)["input_ids"].tolist()
+    assert all(window in every for window in sample)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [torch.arange(-1, 11), torch.rand(12), torch.arange(12)[:, None], torch.arange(12) * 10**10],
+)
+def test_odd_document_numbers_are_refused(document):
+    ids = torch.randint(0, tiny.VOCABULARY, (12, 16))
+    with pytest.raises(ValueError, match="whole numbers from 0, one for each window"):
+        text_loss(tiny.model("llama"), {"input_ids": ids, "document": document}, "windows-16")
+
+
 # -- folds and standard errors ---------------------------------------------------------------------
 
 
@@ -135,6 +157,9 @@ def test_a_profile_keeps_documents_whole():
     assert any("3 documents for 5 folds" in note for note in few.notes)
     sizes = [n // 32 for n in result.stores[0].sizes]
     assert sizes == [23, 19, 17, 22, 19]
+    parts = zip(ids.split(7), documents.split(7), strict=True)
+    listed = profile(model, [{"input_ids": i, "document": d} for i, d in parts])
+    assert listed.settings == result.settings | {"window": None}
     plain = profile(model, ids)
     assert [n // 32 for n in plain.stores[0].sizes] == [20] * 5
     assert plain.settings["documents"] is None

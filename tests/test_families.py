@@ -602,10 +602,22 @@ class Inner(nn.Module):
         f = self.ffn or self.other
         if self.kind == "mixes positions":
             return f(x + x.mean(1, keepdim=True))
+        if self.kind == "mixes normed positions":
+            x = self.norm(x)
+            return f(x + x.roll(1, 1))
         return self.norm(x + f(x)) if self.kind == "norm after" else x + f(self.norm(x))
 
 
-@pytest.mark.parametrize("kind", ["norm before", "norm after", "mixes positions", "nothing inside"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "norm before",
+        "norm after",
+        "mixes positions",
+        "mixes normed positions",
+        "nothing inside",
+    ],
+)
 def test_modules_with_the_residual_add_or_mixed_positions_are_no_blocks(kind: str) -> None:
     """What they hold is measured instead; where that is not known, one line says why."""
     torch.manual_seed(0)

@@ -49,7 +49,9 @@ def cross_feed(
     sides = []
     for k, model in enumerate((model_a, model_b)):
         text, split = texts[k], texts[k].folds(folds)
-        check_rows(len(text), text.length or 0, every[k][0].d_in, split)
+        if text.ids is None:
+            raise ValueError("cross-feeding needs all windows at once: token ids (n, length)")
+        check_rows(len(text), text.ids.shape[1], every[k][0].d_in, split)
         used = {i: every[k][i] for i in sorted({pair[k] for pair in chosen})}
         sides.append(_Side("AB"[k], model, text, split, used))
     a, b = sides

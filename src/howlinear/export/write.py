@@ -32,6 +32,7 @@ from howlinear.export.weights import dtype_name, round_weights, stored_as, weigh
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
 from howlinear.models.families import Block, blocks
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.loading import quiet
 from howlinear.records import files
 
@@ -57,7 +58,7 @@ def write_export(
     out: str | Path,
     kind: str,
     source: str | Path | None,
-    report: Tensor,
+    report: WindowsLike,
     add_biases: bool = False,
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
@@ -132,7 +133,9 @@ def _fill(
     return model, notes
 
 
-def _measured(model: nn.Module, change: Comparison | None, report: Tensor) -> Comparison | None:
+def _measured(
+    model: nn.Module, change: Comparison | None, report: WindowsLike
+) -> Comparison | None:
     """The change with the loss of the rounded model; KL and agreement stay those before rounding."""
     if change is None:
         return None
@@ -157,8 +160,9 @@ def _records(result: Compression, exported: Mapping[str, Any]) -> dict[str, str]
     return {name: files.dumps(data) + "\n" for name, data in records.items()}
 
 
-def _inputs(model: Any, report: Tensor) -> dict[str, Tensor]:
-    ids = report[:WINDOWS, :LENGTH]
+def _inputs(model: Any, report: WindowsLike) -> dict[str, Tensor]:
+    first = next(as_windows(report).batches(WINDOWS))
+    ids = first.inputs["input_ids"][:WINDOWS, :LENGTH]
     inputs = {"input_ids": ids}
     if "attention_mask" in inspect.signature(model.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(ids)

@@ -62,7 +62,8 @@ class Folds:
         starts = [0]
         for k in range(1, cells):
             place = k * count / cells
-            near = min(begins, key=lambda i: abs(i - place), default=place)
+            i = bisect_right(begins, place)
+            near = min(begins[max(i - 1, 0) : i + 1], key=lambda b: abs(b - place), default=place)
             start = near if abs(near - place) < count / cells / 2 else place
             starts.append(max(round(start), starts[-1] + 1))
         return cls(groups, tuple(offsets[i] for i in starts))

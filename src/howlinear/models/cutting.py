@@ -98,13 +98,13 @@ def spread_windows(
         size = LONG // EXCERPTS
         starts = [i * (len(text) - size) // (EXCERPTS - 1) for i in range(EXCERPTS)]
         pieces = [text[start : start + size] for start in starts]
-    encoded = _encode_all(pieces, tokenizer)
-    stream = list(chain.from_iterable(encoded))
+    stream = _encode("".join(pieces), tokenizer)
+    sizes = [len(ids) for ids in _encode_all(pieces, tokenizer)] if len(pieces) > 1 else []
     step = stride or frame.room
     every = frame.fitting(len(stream), step, tokens)
     count = min(every, frame.wanted(tokens) or every)
     firsts = [(2 * i + 1) * every // (2 * count) * step for i in range(count)]
-    return {"input_ids": frame.cut(stream, firsts)} | _numbers([*map(len, encoded)], firsts)
+    return {"input_ids": frame.cut(stream, firsts)} | _numbers(sizes, firsts)
 
 
 def _numbers(sizes: Sequence[int], firsts: Sequence[int]) -> dict[str, "torch.Tensor"]:

@@ -40,6 +40,7 @@ from howlinear.models.offload import check_weights, device_of
 from howlinear.run.work import Work
 
 IDS, DOCUMENT = "input_ids", "document"
+MOST_DOCUMENTS = 2**24  # sums are kept for each number up to the largest
 EXPECTED = "expected token ids (windows, length), a dict of model inputs, or batches of either"
 
 # -- windows and batches --------------------------------------------------------------------------
@@ -106,11 +107,18 @@ class Windows:
             return Folds(groups)
         batches = list(self.batches())
         offsets = [offset for batch in batches for offset in batch.offsets]
-        tokens = sum(batch.tokens for batch in batches)
-        known = [
-            d for batch in batches if batch.document is not None for d in batch.document.tolist()
-        ]
-        return Folds.over(groups, offsets, tokens, known if len(known) == len(offsets) else None)
+        return Folds.over(groups, offsets, sum(batch.tokens for batch in batches), self._numbers())
+
+    @property
+    def documents(self) -> int | None:
+        """How many documents the windows begin in, where all know theirs and can be read again."""
+        numbers = self._numbers() if self.repeatable else None
+        return None if numbers is None else len(set(numbers))
+
+    def _numbers(self) -> list[int] | None:
+        known = [batch.document for batch in self.batches()]
+        numbers = [number for part in known if part is not None for number in part.tolist()]
+        return None if any(part is None for part in known) else numbers
 
     def batches(self, batch_size: int = 8) -> Iterator[Batch]:
         """In order. `batch_size` is for windows in memory; others come in batches."""
@@ -205,6 +213,14 @@ def _inputs(batch: Any) -> dict[str, Tensor]:
                 "audio need the name of the model's argument: {'pixel_values': ...}"
             )
         inputs[IDS] = ids.long()
+    if (number := inputs.get(DOCUMENT)) is not None:
+        windows = len(next(value for name, value in inputs.items() if name != DOCUMENT))
+        odd = number.is_floating_point() or number.shape != (windows,) or bool((number < 0).any())
+        if odd or bool((number > MOST_DOCUMENTS).any()):
+            raise ValueError(
+                f"document numbers the documents of {windows} windows: whole numbers from 0, one for "
+                f"each window; got {number.dtype} of shape {tuple(number.shape)}"
+            )
     return inputs
 
 

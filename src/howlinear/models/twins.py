@@ -50,7 +50,8 @@ def impurity(module: nn.Module, d_in: int, projections: Mapping[nn.Module, int])
     own = (p for part in others for p in part.parameters(recurse=False))
     if any(p.ndim > 2 and len(p) > 1 for p in own):
         return ""
-    key = (type(module), repr(module), d_in)
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+    key = (type(module), f"{module!r} {plain}", d_in)
     if key not in _known:
         with torch.no_grad(), torch.device("cpu"):  # whatever device is the default
             _known[key] = _impurity(module, d_in, projections)
@@ -60,7 +61,7 @@ def impurity(module: nn.Module, d_in: int, projections: Mapping[nn.Module, int])
 def _impurity(module: nn.Module, d_in: int, projections: Mapping[nn.Module, int]) -> str:
     x = torch.randn(2, 3, d_in, generator=torch.Generator().manual_seed(0))
     changed = x.clone()
-    changed[0, 0] += 1
+    changed[0, 0] = x[1, 2]
     try:
         zero = _run(module, projections, 0.0, x)
         one, other = (_run(module, projections, 1.0, rows) for rows in (x, changed))
@@ -93,7 +94,11 @@ def _run(
 
 
 class _Equal(nn.Module):
-    """A projection with equal weights and biases of 1, without the matrix."""
+    """A projection whose outputs are equal, with biases of 1, without the matrix.
+
+    Weights rise with the input feature: those that are all equal would see nothing behind a
+    LayerNorm, whose rows all have mean 0.
+    """
 
     def __init__(self, value: float, outputs: int) -> None:
         super().__init__()
@@ -101,7 +106,8 @@ class _Equal(nn.Module):
         self.register_buffer("weight", torch.empty(0), persistent=False)  # T5 reads its dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(-1, keepdim=True)
+        ramp = torch.linspace(0, 2, x.shape[-1], dtype=x.dtype)
+        mean = (ramp * x).mean(-1, keepdim=True)
         return (1 + self.value * mean).expand(*x.shape[:-1], self.outputs)
 
 

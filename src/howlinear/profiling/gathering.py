@@ -72,7 +72,7 @@ class Scope:
             "protocol": self.protocol,
             "folds": folds and folds.groups,
             "cells": folds and (len(folds.cells) or None),  # None: of a stream, or one split
-            "documents": None if text.document is None else len(text.document.unique()),
+            "documents": text.documents,
             "solver": course.solver,
             "precision": course.precision,
             "precision_difference": None,  # until it is measured

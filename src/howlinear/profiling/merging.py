@@ -224,6 +224,11 @@ def _settings(heads: Sequence[Head]) -> dict[str, Any]:
     settings = heads[0].settings | {"tokens": sum(h.tokens for h in heads)}
     for name in ("shard", "shards", "read"):
         settings.pop(name, None)
+    if any(h.text != heads[0].text for h in heads):
+        numbers = [h.settings.get("documents") for h in heads]
+        known = [n for n in numbers if type(n) is int]
+        settings["documents"] = sum(known) if len(known) == len(numbers) else None
+        settings["cells"] = None
     _, of, whole = heads[0].shards
     read = sorted(shard for h in heads for shard in h.shards[0])
     if len(read) < of and all(h.text == heads[0].text for h in heads):
