@@ -70,7 +70,7 @@ def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path
     assert "no perplexity: BertModel has no language-model head" in " ".join(done.stdout.split())
     data = json.loads((tmp_path / "run" / "swap.json").read_text())
     assert data["base"] is None
-    assert all(b["cosine"] > 0.5 and b["stream_error"] > 0 for b in data["blocks"])
+    assert all(b["cosine"] > 0.4 and b["stream_error"] > 0 for b in data["blocks"])
 
 
 def test_runs_that_do_not_fit_are_refused(little, copied, complaint):

@@ -91,7 +91,7 @@ def test_units_that_repeat_what_is_known_come_last():
 
 def test_regressions_without_rows_are_left_out(climbed):
     model, block, rows, report, affine, _ = climbed
-    few = type(rows)(rows.x[:200], rows.y[:200], rows.window[:200], rows.position[:200])
+    few = type(rows)(rows.x[:200], rows.y[:200], rows.cluster[:200], rows.position[:200])
     steps, _ = regressions(model, block, few, report, affine)
     m = steps[-1]["k"]
     assert m > 24  # all of them need no fit

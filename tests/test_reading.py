@@ -22,7 +22,7 @@ def test_shares_go_to_the_positions_and_tokens_that_carry_them():
     y = sample.x.clone()
     y[sample.position == 0] += 3
     y[sample.token == 7] += 1
-    sample = Sample(sample.x, y, sample.window, sample.position, sample.token)
+    sample = Sample(sample.x, y, sample.cluster, sample.position, sample.token)
     affine = Affine(torch.eye(16), torch.zeros(16), 16)
     found = where(affine, sample, decode=lambda i: f"<{i}>")
     positions = found["positions"]

@@ -35,9 +35,9 @@ def test_every_row_is_gathered_with_where_it_comes_from():
         torch.testing.assert_close(sample.x, heard[b.index].x)
         torch.testing.assert_close(sample.y, heard[b.index].y)
         assert torch.equal(sample.token, ids.reshape(-1))
-        assert torch.equal(sample.window, torch.arange(19).repeat_interleave(6))
+        assert torch.equal(sample.cluster, torch.arange(19).repeat_interleave(6))
         assert torch.equal(sample.position, torch.arange(6).repeat(19))
-        held = (sample.x, sample.y, sample.window, sample.position, sample.token)
+        held = (sample.x, sample.y, sample.cluster, sample.position, sample.token)
         assert sample_bytes(b, len(sample)) == sum(t.numel() * t.element_size() for t in held)
 
 
@@ -73,8 +73,8 @@ def test_standard_error_is_that_of_a_bootstrap_over_windows():
     _, _, report, affine = planted.samples(planted.bilinear(0), d=24, sizes=(2000, 10, 4000))
     before, after = errors(affine, report)[0], errors(lambda x: 0.9 * affine(x), report)[0]
     part, whole = (before - after).numpy(), report.spread.numpy()
-    value, se = ratio(before - after, report.spread, report.window)
-    windows = report.window.numpy()
+    value, se = ratio(before - after, report.spread, report.cluster)
+    windows = report.cluster.numpy()
     parts = np.bincount(windows, part)
     wholes = np.bincount(windows, whole)
     draws = np.random.default_rng(0).integers(0, len(parts), (1000, len(parts)))

@@ -272,8 +272,7 @@ def _profile_text(
     _check_same(ranks, (same, windows.ids.shape, int(windows.ids.sum())))
     if saves.begun:
         say(f"resuming the interrupted profile in {folder}")
-    names = ("batch_size", "solver", "precision", "seed", "layerwise")
-    options = {name: request[name] for name in names}
+    options = {n: request[n] for n in ("batch_size", "solver", "precision", "seed", "layerwise")}
     course = Course(ranks, shard=tuple(request["shard"]), saves=saves, **options)
     scope = Scope(request["folds"], request["protocol"], request["experts"])
     saves.together = _plan(net, at, windows.ids, scope, course)
@@ -283,8 +282,8 @@ def _profile_text(
         if saves.begun:
             say(f"the same command resumes from the last save in {folder}")
         raise
-    more = {"window": windows.length, "bos": _bos(request), "batch_size": request["batch_size"]}
-    result.settings.update(more)
+    sizes = {"window": windows.length, "batch_size": request["batch_size"]}
+    result.settings.update(sizes, bos=_bos(request))
     result.about.update(about)
     if ranks.rank == 0:
         _save(result, folder, _table(request), as_json)

@@ -49,9 +49,7 @@ def cross_feed(
     sides = []
     for k, model in enumerate((model_a, model_b)):
         text, split = texts[k], texts[k].folds(folds)
-        if text.ids is None:
-            raise ValueError("cross-feeding needs all windows at once: token ids (n, length)")
-        check_rows(len(text), text.ids.shape[1], every[k][0].d_in, split)
+        check_rows(len(text), text.all_ids.shape[1], every[k][0].d_in, split)
         used = {i: every[k][i] for i in sorted({pair[k] for pair in chosen})}
         sides.append(_Side("AB"[k], model, text, split, used))
     a, b = sides
@@ -60,9 +58,8 @@ def cross_feed(
         b.read_inputs(work)
         on_a = a.feed(b, chosen, work)
         on_b = b.feed(a, [(j, i) for i, j in chosen], work)
-    ids = [text.ids for text in texts]
-    alike = ids[0] is not None and ids[1] is not None and torch.equal(ids[0], ids[1])
-    same_windows = alike and a.split == b.split
+    same_ids = torch.equal(*(text.all_ids for text in texts))
+    same_windows = same_ids and a.split == b.split
     rows: list[dict[str, Any]] = []
     for i, j in chosen:
         names = {"index": i, "path": every[0][i].path, "index_b": j, "path_b": every[1][j].path}

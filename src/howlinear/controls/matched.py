@@ -53,9 +53,7 @@ def _matched(
     model: nn.Module, windows: Windows, measured: list[Block], folds: int, seed: int, work: Work
 ) -> Control:
     split, tokens = windows.folds(folds), windows.tokens
-    if windows.ids is None:
-        raise ValueError("inputs of blocks need all windows at once: token ids (n, length)")
-    check_rows(len(windows), windows.ids.shape[1], max(b.d_in for b in measured), split)
+    check_rows(len(windows), windows.all_ids.shape[1], max(b.d_in for b in measured), split)
     runs = {b.index: Cast(as_module(model, b)) for b in measured}
     stats = input_moments(model, windows, measured, work, "inputs")
     predicted, notes = _predicted_maps(model, measured, stats)

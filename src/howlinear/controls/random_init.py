@@ -50,18 +50,15 @@ def random_init(
     if seeds < 1:
         raise ValueError(f"an untrained range needs at least one seed, got {seeds} (--seeds)")
     work, text = work or Work(), as_windows(windows)
-    if text.ids is None:
-        raise ValueError("untrained models need all windows at once: token ids (n, length)")
+    ids = text.all_ids
     if trained is None:
         trained = profiled(model, text, "the trained model", at=at, folds=folds, work=work)
-    many = replace(work, batch_size=work.batch_size * max(1, text.ids.shape[1] // SHORT))
+    many = replace(work, batch_size=work.batch_size * max(1, ids.shape[1] // SHORT))
     draws = []
     for seed in range(seeds):
         net = untrained(model, seed, shuffled)
-        tokens = drawn_tokens(net, text.ids, seed)
-        draws.append(
-            profiled(net, tokens, f"untrained, seed {seed}", at=at, folds=folds, work=many)
-        )
+        tokens, label = drawn_tokens(net, ids, seed), f"untrained, seed {seed}"
+        draws.append(profiled(net, tokens, label, at=at, folds=folds, work=many))
     rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
     settings = {
         "seeds": seeds,

@@ -82,6 +82,13 @@ class Windows:
         return self.inputs[IDS] if self.inputs is not None and set(self.inputs) == {IDS} else None
 
     @property
+    def all_ids(self) -> Tensor:
+        """The same; ValueError where windows come in batches, or with masks."""
+        if self.ids is None:
+            raise ValueError("this needs all windows at once: token ids (n, length)")
+        return self.ids
+
+    @property
     def tokens(self) -> int:
         """How many tokens there are; 0 where only reading would tell, or masks leave some out."""
         counted = self.inputs is not None and set(self.inputs) <= {IDS, "labels"}
