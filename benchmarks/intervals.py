@@ -1,7 +1,7 @@
 """Do the error bars hold? Estimates of many disjoint samples beside the standard errors they print.
 
-    python benchmarks/intervals.py                      # about 25 minutes on 2 cores
-    python benchmarks/intervals.py --models gpt2 --texts wikitext --stretches 12     # 2 minutes
+    python benchmarks/intervals.py                      # three models, two texts: long
+    python benchmarks/intervals.py --models gpt2 --texts wikitext --stretches 12
 
 r2: a profile of each of 24 disjoint stretches of a text. losses: the loss of the model, and what a
 swap of the first, middle and last block costs, on 60 disjoint samples of 4064 tokens, each spread

@@ -49,15 +49,15 @@ class Folds:
         window that begins another document, if one is within half a cell. Fewer windows than folds
         give a fold each.
         """
+        cls(groups)  # refused if there are fewer than 2
         count = len(offsets)
-        if count < 2 <= groups:
+        if count < 2:
             raise ValueError(
                 f"{count} window cannot be both fitted and held out: give more text (--tokens) or "
                 "shorter windows (--max-length)"
             )
         groups = min(groups, count)
-        cells = groups * max(1, tokens // (groups * CELL)) if groups > 1 else 1
-        cells = min(cells, count)
+        cells = min(count, groups * max(1, tokens // (groups * CELL)))
         begins = [i for i in range(1, count) if documents and documents[i] != documents[i - 1]]
         starts = [0]
         for k in range(1, cells):
