@@ -120,7 +120,8 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
     source = RunSource(run)
     net = source.load(Loader())
     ids = source.fit_windows().ids
-    whole = cutting.windows(source.text.fit, source.tokenizer, 64, tokens=8192)
+    whole = cutting.spread_windows(source.text.fit, source.tokenizer, 64, tokens=8192)
+    whole = whole["input_ids"]
     expected = [w for i, w in enumerate(whole) if i // 8 % 3 != 1]
     assert torch.equal(ids, torch.stack(expected))
     store = read_store(run, blocks(net)[0])

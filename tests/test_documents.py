@@ -62,11 +62,11 @@ def test_texts_know_their_documents(tmp_path):
 
 def test_windows_have_the_document_in_which_they_begin(letters):
     text = Documents.joined(["a" * 25, "b" * 10, "c" * 65])
-    cut = cutting.document_windows(text, letters, 10)
+    cut = cutting.spread_windows(text, letters, 10)
     starts = [text[10 * i] for i in range(10)]
     assert ["abc"[d] for d in cut["document"].tolist()] == starts
     assert torch.equal(cut["input_ids"], cutting.windows(text, letters, 10))
-    assert "document" not in cutting.document_windows(Documents("a" * 100), letters, 10)
+    assert "document" not in cutting.spread_windows(Documents("a" * 100), letters, 10)
 
 
 def test_held_out_windows_are_spread_over_the_whole_text(letters):
@@ -81,16 +81,22 @@ def test_held_out_windows_are_spread_over_the_whole_text(letters):
 
 
 def test_a_long_text_is_read_in_excerpts(letters, monkeypatch):
-    monkeypatch.setattr(cutting, "LONG", 2560)
+    monkeypatch.setattr(cutting, "LONG", 5120)
     read = []
     encode = cutting._encode_all
     monkeypatch.setattr(cutting, "_encode_all", lambda t, k: read.extend(t) or encode(t, k))
     text = Documents("".join(chr(97 + i * 26 // 100_000) for i in range(100_000)))
     sample = cutting.spread_windows(text, letters, 10, tokens=260)
-    assert sum(map(len, read)) == 2 * 2560  # as one text, and excerpt by excerpt
+    assert sum(map(len, read)) == 2 * 5120  # as one text, and excerpt by excerpt
     shown = letters.decode(sample["input_ids"][:, 0])
     assert len(set(shown)) == 26
     assert list(shown) == sorted(shown)
+    read.clear()
+    assert len(cutting.spread_windows(text, letters, 10, tokens=1600)["input_ids"]) == 160
+    assert sum(map(len, read)) == 2 * 1600 * 16  # more tokens take more text
+    assert torch.equal(
+        cutting.spread_windows(text, letters, 10)["input_ids"], cutting.windows(text, letters, 10)
+    )
 
 
 @pytest.mark.parametrize("name", ["windows-16", "gptq-16", "stride-16-4"])

@@ -26,7 +26,7 @@ _HOME = {
     "swapped": "models.hooks",
     "load": "models.loading",
     "windows": "models.cutting",
-    "document_windows": "models.cutting",
+    "spread_windows": "models.cutting",
     "Text": "models.corpus",
     "builtin_text": "models.corpus",
     "text_file": "models.corpus",
@@ -68,7 +68,6 @@ __all__ = [
     "compare_runs",
     "compress_model",
     "dataset_text",
-    "document_windows",
     "evaluate",
     "fit",
     "install_maps",
@@ -77,6 +76,7 @@ __all__ = [
     "probe",
     "profile",
     "score",
+    "spread_windows",
     "swap_costs",
     "swapped",
     "tap",
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from howlinear.losses.perplexity import compare, text_loss
     from howlinear.losses.sweeps import swap_costs
     from howlinear.models.corpus import Text, builtin_text, dataset_text, text_file
-    from howlinear.models.cutting import document_windows, windows
+    from howlinear.models.cutting import spread_windows, windows
     from howlinear.models.families import blocks
     from howlinear.models.hooks import swapped, tap
     from howlinear.models.loading import load

@@ -230,7 +230,8 @@ class _Subject:
 
     revision: str | None = None
     source: RunSource | None = None
-    cut: Mapping[str, Any] = MappingProxyType({})  # settings of the run that determines the windows
+    # settings of the run that determines the windows
+    cut: Mapping[str, Any] = MappingProxyType({"spread": True})
 
     def __init__(
         self,

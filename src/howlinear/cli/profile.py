@@ -187,9 +187,9 @@ def _profile_texts(
 ) -> None:
     """Write a run for each text and print the table; of several texts, their comparison."""
     from howlinear.models import corpus
-    from howlinear.models.cutting import document_windows
     from howlinear.models.forward import as_windows
     from howlinear.models.loading import describe
+    from howlinear.profiling.merging import fit_windows
     from howlinear.run.work import Ranks
 
     texts = {folder: corpus.open_text(*source) for folder, source in sources.items()}
@@ -198,7 +198,7 @@ def _profile_texts(
         raise ValueError("several processes cannot share one stdin: save the text (--text-file)")
     with _loaded(out / "partial" / str(ranks.rank), request, loader) as (net, tokenizer):
         at = howlinear.blocks(net, request["blocks"])
-        length, tokens = _extent(net, tokenizer, at, request)
+        cut = _cut(net, tokenizer, at, request)
         model = describe(net, request["model"], request["revision"])
         for folder, text in texts.items():
             if several:
@@ -209,8 +209,8 @@ def _profile_texts(
                 say(f"{folder} holds this profile already: --overwrite to measure again")
                 result = None if follows() else _read(folder, request)
                 continue
-            cut = document_windows(text.fit, tokenizer, length, tokens=tokens, bos=_bos(request))
-            result = _profile_text(net, at, as_windows(cut), about, folder, saving, ranks, as_json)
+            windows = as_windows(fit_windows(text.fit, tokenizer, cut))
+            result = _profile_text(net, at, windows, cut, about, folder, saving, ranks, as_json)
         if not several or request["shard"][1] > 1:
             show(result, _table(request), folder, as_json)
         elif ranks.rank == 0:
@@ -253,6 +253,7 @@ def _profile_text(
     net: Any,
     at: Any,
     windows: Any,
+    cut: dict[str, Any],
     about: dict[str, Any],
     folder: Path,
     saving: dict[str, Any],
@@ -267,7 +268,7 @@ def _profile_text(
 
     request = about["asked"]
     same = {"weights": about["model"]["weights"], "fingerprint": about["corpus"]["fingerprint"]}
-    here = {"ranks": ranks.count, "howlinear": howlinear.__version__, "cell": CELL}
+    here = {"ranks": ranks.count, "howlinear": howlinear.__version__, "cell": CELL, **cut}
     saves = Saves(folder, request | same | here, rank=ranks.rank, **saving)
     _check_same(ranks, (same, windows.ids.shape, int(windows.ids.sum())))
     if saves.begun:
@@ -282,8 +283,8 @@ def _profile_text(
         if saves.begun:
             say(f"the same command resumes from the last save in {folder}")
         raise
-    sizes = {"window": windows.length, "batch_size": request["batch_size"]}
-    result.settings.update(sizes, bos=_bos(request))
+    read = {name: cut[name] for name in ("window", "bos", "spread")}
+    result.settings.update(read, batch_size=request["batch_size"])
     result.about.update(about)
     if ranks.rank == 0:
         _save(result, folder, _table(request), as_json)
@@ -342,20 +343,20 @@ def _measured(net: Any, at: Any, windows: Any, scope: Any, course: Any) -> Any:
         return profile(net, windows, at=at, course=course, **vars(scope))
 
 
-def _extent(net: Any, tokenizer: Any, at: Any, request: Request) -> tuple[int, int]:
-    """Window length and number of tokens: those asked for, else those of the protocol."""
+def _cut(net: Any, tokenizer: Any, at: Any, request: Request) -> dict[str, Any]:
+    """How the text is cut into windows: as asked for, else as the protocol says."""
     from howlinear.models.cutting import default_tokens
 
-    paper = request["protocol"] == "paper"
+    paper = request["protocol"] == "paper"  # the first tokens, without BOS
     length = window_length(net, tokenizer, request["max_length"] or (128 if paper else 512))
     tokens = 15_000 if paper else default_tokens(max(b.d_in for b in at))
-    return length, request["tokens"] or tokens
-
-
-def _bos(request: Request) -> str:
-    """How windows begin (`--bos`). The paper's have no BOS."""
-    paper = request["protocol"] == "paper" and request["bos"] == "auto"
-    return "never" if paper else str(request["bos"])
+    bos = "never" if paper and request["bos"] == "auto" else request["bos"]
+    return {
+        "window": length,
+        "tokens": request["tokens"] or tokens,
+        "bos": bos,
+        "spread": not paper,
+    }
 
 
 @contextlib.contextmanager
@@ -392,8 +393,9 @@ def _show_needs(request: Request, trust_remote_code: bool, as_json: bool) -> Non
     options = {"revision": request["revision"], "dtype": request["dtype"]}
     net = loading.skeleton(request["model"], trust_remote_code=trust_remote_code, **options)
     at = with_experts(net, howlinear.blocks(net, request["blocks"]), request["experts"])
-    length, tokens = _extent(net, None, at, request)
-    windows = max(1, -(-tokens // length // request["shard"][1]))
+    cut = _cut(net, None, at, request)
+    length = cut["window"]
+    windows = max(1, -(-cut["tokens"] // length // request["shard"][1]))
     settings = {name: request[name] for name in ("batch_size", "folds", "solver", "layerwise")}
     cost = profile_needs(net, at, windows=windows, length=length, **settings)
     if as_json:

@@ -122,7 +122,8 @@ class RunSource:
 
         if self.settings.get("shards"):  # beginnings of the run's windows: others lie between
             return self.fit_windows().ids[: max(1, tokens // length), :length]
-        return cutting.windows(self.text.fit, self.tokenizer, length, tokens=tokens, bos=self.bos)
+        cut = {"tokens": tokens, "bos": self.bos}
+        return cutting.spread_windows(self.text.fit, self.tokenizer, length, **cut)["input_ids"]
 
     def protocol(self, name: str = "windows-128") -> Any:
         """How held-out text is cut; windows are shortened to the model's positions."""

@@ -1,11 +1,10 @@
 """A text -> one stream of tokens -> windows.
 
-    ids = windows(text.fit, tokenizer, 1024, tokens=default_tokens(576))    # (n, 1024)
-    document_windows(text.fit, tokenizer, 1024)         # {"input_ids": ..., "document": (n,)}
-    spread_windows(text.report(), tokenizer, 128, tokens=4096)
+    windows(text.fit, tokenizer, 512, tokens=4096)          # (n, 512), the first tokens of the text
+    spread_windows(text.fit, tokenizer, 512, tokens=4096)   # {"input_ids": ..., "document": (n,)}
 
-Profiles read the beginning of a text. Samples of held-out text are spread over all of it: a few
-articles in a row say little about the others.
+Profiles and held-out samples are spread over the whole text: a few articles in a row say little
+about the others. The paper's protocol reads the first tokens.
 """
 
 import logging
@@ -63,39 +62,26 @@ def windows(
     return frame.cut(stream, range(0, count * frame.room, frame.room))
 
 
-def document_windows(
-    text: Documents, tokenizer: Any, length: int, *, tokens: int | None = None, bos: str = "auto"
-) -> dict[str, "torch.Tensor"]:
-    """The same windows, and the number of the document in which each begins where it is known.
-
-    {"input_ids": (n, length), "document": (n,)}, as `profile` takes them: folds keep documents whole.
-    """
-    ids = windows(text, tokenizer, length, tokens=tokens, bos=bos)
-    room = _Frame.of(tokenizer, length, bos).room
-    sizes, end, pieces = list[int](), len(ids) * room, text.pieces()
-    while sum(sizes) < end and len(sizes) < len(pieces) > 1:
-        some = pieces[len(sizes) : len(sizes) + 64]
-        sizes += map(len, _encode_all(some, tokenizer))
-    return {"input_ids": ids} | _numbers(sizes, range(0, end, room))
-
-
 def spread_windows(
     text: Documents,
     tokenizer: Any,
     length: int,
     *,
-    tokens: int,
+    tokens: int | None = None,
     bos: str = "auto",
     stride: int | None = None,
 ) -> dict[str, "torch.Tensor"]:
-    """Windows evenly spaced over the whole text, as many as `tokens` tokens have; their documents.
+    """Windows evenly spaced over the whole text, as many as `tokens` tokens have; all if None.
 
-    They are some of the windows that the whole text has, one every `stride` tokens (by default one
-    after the other). Of a text of more than `LONG` characters, excerpts stand for the whole.
+    {"input_ids": (n, length), "document": (n,)}, as `profile` takes them: the number of the document in
+    which each window begins, where documents are known. They are some of the windows that the whole
+    text has, one every `stride` tokens (by default one after the other). Of a text of more than `LONG`
+    characters, and more than 16 for each token, excerpts stand for the whole.
     """
     frame, pieces = _Frame.of(tokenizer, length, bos), text.pieces()
-    if len(text) > LONG:
-        size = LONG // EXCERPTS
+    long = len(text) if tokens is None else max(LONG, 16 * tokens)
+    if len(text) > long:
+        size = long // EXCERPTS
         starts = [i * (len(text) - size) // (EXCERPTS - 1) for i in range(EXCERPTS)]
         pieces = [text[start : start + size] for start in starts]
     stream = _encode("".join(pieces), tokenizer)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from howlinear.linear.folds import Folds, RowSplit, Split
 from howlinear.linear.stores import BlockStore, name_of
-from howlinear.models.cutting import document_windows
+from howlinear.models.cutting import spread_windows, windows
 from howlinear.models.documents import Documents
 from howlinear.profiling.profiler import Profile, differences_of, divided
 from howlinear.profiling.scores import Measured, measure_store
@@ -112,7 +112,7 @@ class Head:
     @property
     def cut(self) -> tuple[Any, ...]:
         """How the text was cut into shards."""
-        return *self.shards[1:], self.settings.get("batch_size"), self.settings.get("cells")
+        return *self.shards[1:], *map(self.settings.get, ("batch_size", "cells", "spread"))
 
     @property
     def tokens(self) -> int:
@@ -240,10 +240,13 @@ def fit_windows(text: Documents, tokenizer: Any, settings: Mapping[str, Any]) ->
     """The windows of a text that a run with these settings holds: all, or those of its shards."""
     shards = settings.get("shards") or {"read": [0], "of": 1, "tokens": settings["tokens"]}
     cut = {"tokens": shards["tokens"], "bos": settings.get("bos", "auto")}
-    windows = document_windows(text, tokenizer, settings["window"], **cut)
-    batches = torch.arange(len(windows["input_ids"])) // (settings.get("batch_size") or 1)
+    if settings.get("spread"):
+        every = spread_windows(text, tokenizer, settings["window"], **cut)
+    else:  # the paper's protocol
+        every = {"input_ids": windows(text, tokenizer, settings["window"], **cut)}
+    batches = torch.arange(len(every["input_ids"])) // (settings.get("batch_size") or 1)
     read = torch.isin(batches % shards["of"], torch.tensor(shards["read"]))
-    return {name: value[read] for name, value in windows.items()}
+    return {name: value[read] for name, value in every.items()}
 
 
 def _added(heads: Sequence[Head], block: BlockId, notes: list[str]) -> BlockStore:

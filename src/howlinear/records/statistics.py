@@ -257,6 +257,6 @@ def same_windows(*files: Mapping[str, Any]) -> bool:
         if not (isinstance(corpus, Mapping) and corpus.get("fingerprint")):
             return False
         cut = settings if isinstance(settings, Mapping) else {}
-        same = ("window", "folds", "cells", "documents", "tokens", "shards", "bos")
+        same = ("window", "folds", "cells", "spread", "documents", "tokens", "shards", "bos")
         keys.append([corpus["fingerprint"], *(cut.get(k) for k in same)])
     return all(key == keys[0] for key in keys)
