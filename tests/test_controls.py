@@ -242,6 +242,9 @@ def test_checkpoints_are_kept_and_gone_on_with(net, other, tmp_path):
     again.sort(["step0", "step1"])
     assert [c["name"] for c in again.checkpoints] == ["step0", "step1"]
     assert again.blocks[0]["r2"][1] == profile(net, ids().split(8)).blocks[0].r2
+    del again.checkpoints[0]["cells"]  # as a file of a version that cut other folds
+    with pytest.raises(ValueError, match="step2 is held out in other folds than step0 was"):
+        again.measure(net, ids(), "step2", about)
     with pytest.raises(ValueError, match="measured with other settings"):
         read_training(run, {"folds": 4})
     path.write_text(path.read_text().replace('"r2_body"', '"r2_soul"'))

@@ -106,6 +106,11 @@ def test_a_training_that_goes_on_goes_on_with_the_file(tmp_path):
     assert header["tokens"] == 96 * 64
     with pytest.raises(ValueError, match="another text, model or setting"):
         LinearityMonitor(model, ids(seed=1), path=path)
+    assert LinearityMonitor(model, ids(), path=path).rows == rows
+    other = json.dumps({**header, "cells": header["cells"][:-1]})  # the same text in other folds
+    path.write_text(path.read_text().replace(json.dumps(header), other))
+    with pytest.raises(ValueError, match="another text, model or setting"):
+        LinearityMonitor(model, ids(), path=path)
     path.write_text("hello\n")
     with pytest.raises(ValueError, match="not a readable monitor file"):
         LinearityMonitor(model, ids(), path=path)

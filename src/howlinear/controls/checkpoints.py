@@ -81,12 +81,18 @@ class Training(Result):
         """Profile one more checkpoint; `about` is what `models.loading.describe` says of it."""
         options = {"at": at, "folds": self.settings["folds"], "work": work or Work()}
         text = as_windows(windows)
+        cells = list(text.folds(self.settings["folds"]).cells)
+        if self.checkpoints and self.checkpoints[0].get("cells") != cells:
+            raise ValueError(
+                f"{name} is held out in other folds than {self.measured[0]} was: name another folder "
+                "with -o"
+            )
         records = profiled(model, text, f"profiling {name}", **options).blocks
         if self.checkpoints and len(records) != len(self.checkpoints[0]["blocks"]):
             raise ValueError(f"{name} has {len(records)} blocks, unlike the ones before it")
         rows = [{field: getattr(b, field) for field in MONITORED} for b in records]
-        measured = {"name": name, "model": about, "tokens": text.tokens, "blocks": rows}
-        self.checkpoints.append(measured)
+        measured = {"name": name, "model": about, "tokens": text.tokens, "cells": cells}
+        self.checkpoints.append({**measured, "blocks": rows})
 
     def sort(self, names: Sequence[str]) -> None:
         """In the order of `names`; checkpoints of earlier calls that are not among them come last."""

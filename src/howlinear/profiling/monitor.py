@@ -74,6 +74,7 @@ class LinearityMonitor:
         split, widest = as_windows(windows).folds(folds), max(b.d_in for b in self.blocks)
         check_rows(windows.shape[0], windows.shape[1], widest, split)
         self.windows, self.every, self.folds = windows, every, folds
+        self._cells = list(split.cells)
         self.batch_size, self.max_overhead = batch_size, max_overhead
         self.rows: list[dict[str, Any]] = []
         self.latest: Profile | None = None
@@ -186,6 +187,7 @@ class LinearityMonitor:
             "tokens": ids.numel(),
             "window": ids.shape[1],
             "folds": self.folds,
+            "cells": self._cells,
             "paths": [b.path for b in self.blocks],
         }
 
