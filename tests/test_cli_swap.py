@@ -6,7 +6,6 @@ import shutil
 import pytest
 
 import tiny
-from command import run
 from howlinear.records.verdicts import SAFETY
 from howlinear.run.folder import RunFolder
 
@@ -18,8 +17,8 @@ def copied(little, tmp_path):
     return shutil.copytree(little / "run", tmp_path / "run", ignore=others)
 
 
-def test_swap_prints_a_table_and_writes_a_file(little):
-    done = run("swap", little / "run", "--tokens", "600", "--eval", "windows-32")
+def test_swap_prints_a_table_and_writes_a_file(little, here):
+    done = here("swap", little / "run", "--tokens", "600", "--eval", "windows-32")
     assert done.returncode == 0, done.stderr
     data = json.loads((little / "run" / "swap.json").read_text())
     assert [b["index"] for b in data["blocks"]] == [0, 1, 2]

@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from howlinear.cli.sources import Loader
+from howlinear.models import loading
 
 TEXT = "--text-file text.txt --tokens 4096 --max-length 64"
 MISTAKES = {
@@ -216,3 +217,14 @@ def test_a_mistake_is_found_before_the_model_is_loaded(place, complaint, monkeyp
         complaint("compress", "run", "--dry-run", *flags.split())
     for command in ("swap", "probe"):
         complaint(command, "run", "--blocks", "99")
+
+
+@pytest.mark.parametrize("blocks", ["99", "nonsense.*"])
+def test_wrong_blocks_are_found_before_weights_are_read(blocks, place, complaint, monkeypatch):
+    monkeypatch.chdir(place[0])
+    monkeypatch.setattr(loading, "_weights", None)  # whoever reads them fails
+    said = "is not among the blocks" if blocks == "99" else "matches no block"
+    for line in ("profile model", "control matched model", "control random-init run"):
+        assert said in complaint(*line.split(), "--blocks", blocks, "-o", "new")
+    with pytest.raises(TypeError, match="not callable"):
+        loading.load("model", blocks="0")

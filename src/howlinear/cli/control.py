@@ -82,7 +82,7 @@ def random_init(
 
     subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
     folder = subject.folder("control-random-init", out)
-    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
+    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle), blocks)
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
         options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
@@ -114,7 +114,7 @@ def matched(
 
     subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
     folder = subject.folder("control-matched", out)
-    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle))
+    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle), blocks)
     _check_sums(memory(blocks_of(net, blocks), subject.folds), "measure fewer --blocks at a time")
     with progress_bars() as begin:
         work = subject.work(batch_size, begin)
@@ -284,20 +284,20 @@ class _Subject:
         from howlinear.profiling.merging import fit_windows
 
         if self.source is not None:
-            net, tokenizer = self.source.load(loader), self.source.tokenizer
+            net, tokenizer = self.source.load(loader, blocks), self.source.tokenizer
             if self.cut is self.source.settings:
                 return net, self.source.fit_windows()
         else:
-            net, tokenizer = loader.load(self.name, label, revision=self.revision)
+            net, tokenizer = loader.load(self.name, label, revision=self.revision, blocks=blocks)
         length = window_length(net, tokenizer, self.length)
         widest = max(b.d_in for b in blocks_of(net, blocks))
         tokens = self.tokens or default_tokens(widest)
         cut = {**self.cut, "window": length, "tokens": tokens}
         return net, as_windows(fit_windows(self.text.fit, tokenizer, cut))
 
-    def load_decoder(self, loader: Loader) -> tuple[Any, Any]:
+    def load_decoder(self, loader: Loader, blocks: str | None = None) -> tuple[Any, Any]:
         """The same, for experiments on models that read one stream of tokens."""
-        net, ids = self.load(loader)
+        net, ids = self.load(loader, blocks=blocks)
         if net.main_input_name != "input_ids" or net.config.is_encoder_decoder:
             raise ValueError(f"{type(net).__name__} is not a model that reads one stream of tokens")
         return net, ids

@@ -370,7 +370,7 @@ def _loaded(partial: Path, request: Request, loader: Loader) -> Iterator[tuple[A
             say("packed weights are read whole: --layerwise bounds the memory of moments alone")
         device_map = None if packed else "disk"
     options = {"device_map": device_map, "offload_folder": offload}
-    options |= {name: request[name] for name in ("revision", "dtype")}
+    options |= {name: request[name] for name in ("revision", "dtype", "blocks")}
     net, tokenizer = loader.load(model, **options)
     if net.main_input_name != "input_ids":
         raise ValueError(

@@ -76,11 +76,11 @@ class RunSource:
             f"place with {flag}"
         )
 
-    def load(self, loader: Loader) -> Any:
-        """The model."""
+    def load(self, loader: Loader, blocks: str | None = None) -> Any:
+        """The model. A choice of `blocks` that it does not have is refused before weights are read."""
         from howlinear.models import loading
 
-        options = {"revision": self.revision, "dtype": self.asked["dtype"]}
+        options = {"revision": self.revision, "dtype": self.asked["dtype"], "blocks": blocks}
         try:
             self.net, self.tokenizer = loader.load(self.model, **options)
         except FileNotFoundError:

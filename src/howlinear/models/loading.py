@@ -13,6 +13,7 @@ What is loaded is data, not code: safetensors only unless `allow_pickle`, no rep
 `trust_remote_code`, and a GGUF header is checked against its file before memory is allocated by it.
 """
 
+import copy
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -55,12 +56,14 @@ def load(
     offload_folder: str | Path | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    blocks: str | None = None,
 ) -> tuple[Any, Any]:
     """The model and its tokenizer (None when it has none). `name` is a hub id, a folder or a .gguf file.
 
     `device_map` is "auto", which divides the model among GPUs, then memory, then disk, or "disk",
     which leaves every weight on disk until its module runs; then `device` is where modules run.
-    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`.
+    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`. A choice of
+    `blocks` that the model does not have is refused before weights are read.
     """
     dtype = _dtype(dtype)
     target = _device(device, dtype)
@@ -68,6 +71,7 @@ def load(
     header = ggufs.read_header(source.gguf) if source.gguf else {}
     with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
         config = _config(source)
+        _check_blocks(source, config, blocks)
         stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
         bfloat16.check(stored if dtype == "auto" else dtype, target)
         placed = _placement(source, device_map, offload_folder)
@@ -94,10 +98,8 @@ def skeleton(
     import torch
 
     dtype, source = _dtype(dtype), _locate(name, revision, trust_remote_code)
-    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack(), torch.device("meta"):
-        config = _config(source)
-        cls = _model_class(source, config)
-        model = cls.from_config(config) if _is_auto(cls) else cls(config)
+    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
+        model = _without_weights(source, _config(source))
     return model.to(torch.float32 if dtype == "auto" else dtype).requires_grad_(False).eval()
 
 
@@ -315,6 +317,23 @@ def _weights(
             "%s: %d weights are not used, first %s", source.label, len(unused), unused[0]
         )
     return model
+
+
+def _check_blocks(source: _Source, config: Any, pattern: str | None) -> None:
+    from howlinear.models.families import blocks
+
+    if pattern is not None:
+        blocks(_without_weights(source, config), pattern)
+
+
+def _without_weights(source: _Source, config: Any) -> Any:
+    import torch
+
+    cls, config = _model_class(source, config), copy.deepcopy(config)
+    with torch.device("meta"):
+        if not _is_auto(cls):
+            return cls(config)
+        return cls.from_config(config, trust_remote_code=source.options["trust_remote_code"])
 
 
 def _is_auto(cls: Any) -> bool:
