@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ from howlinear.models import bfloat16
 bfloat16.limit()  # before torch is imported, here and in every worker
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
 from command import inside
+from howlinear.export import reload
 from howlinear.models import corpus, loading
 
 ALL = torch.get_num_threads()
@@ -81,6 +84,20 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture
+def reloaded_here(monkeypatch):
+    """Exports are loaded in this process, which has transformers already."""
+
+    def reloaded(folder, inputs, arguments, work):
+        save_file({name: ids.clone() for name, ids in inputs.items()}, work / "inputs")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "meta_path", [*sys.meta_path])
+            reload._reload(str(folder), str(work), *arguments)
+        return load_file(work / "results"), json.loads((work / "state").read_text())
+
+    monkeypatch.setattr(reload, "_in_new_process", reloaded)
 
 
 @pytest.fixture

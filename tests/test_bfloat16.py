@@ -83,12 +83,14 @@ def test_a_worker_that_crashes_or_hangs_fails_the_run(tmp_path, ending):
         f"import os, time\ndef test_a():\n    {body}\ndef test_b():\n    pass\n"
     )
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
-    flags = ["-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
+    flags = ["-n", "1", "--dist", "loadfile", "--max-worker-restart", "0"]
     assert " ".join(flags[-2:]) in makefile
     more = ["--timeout", "3", "--timeout-method", "thread", "-p", "no:cacheprovider"]
+    more += ["-p", "xdist.plugin", "-p", "pytest_timeout"]
+    plugins = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # no others
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, *more, "--rootdir", tmp_path, tmp_path],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTEST_ADDOPTS": ""},
+        capture_output=True, text=True, timeout=120, env={**os.environ, **plugins},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "crashed" in done.stdout

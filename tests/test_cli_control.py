@@ -83,7 +83,7 @@ def test_profile_of_several_texts_and_compare(here, complaint, little, tmp_path)
     shutil.copytree(little / "model", model)
     given = (f"own={little / 'text.txt'}", "docs=python-docs", "python-code")
     flags = [flag for source in given for flag in ("--corpus", source)]
-    profile = ("profile", model, *flags, *COMMON, "-o", out)
+    profile = ("profile", model, *flags, "--tokens", 4096, "--max-length", 64, "-o", out)
     done = here(*profile)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} == {"own", "docs", "python-code"}

@@ -1,10 +1,11 @@
-"""`howlinear probe` as a person meets it, on a tiny model with a real tokenizer and on a real encoder."""
+"""`howlinear probe` as a person meets it, on tiny models with a real tokenizer."""
 
 import json
 import shutil
 
 import pytest
 
+import tiny
 from howlinear.probing import bilinear
 
 
@@ -44,10 +45,12 @@ def test_the_papers_solver(little, here):
     assert found["ranks"] is None
 
 
-def test_a_real_encoder(small_run, here, tmp_path):
-    _, out, _ = small_run
-    shutil.copytree(out, tmp_path / "run")
-    flags = ("--kind", "units,quantised,where", "--blocks", "2", "--rows", "4096")
+def test_an_encoder(little, here, tmp_path):
+    shutil.copytree(little / "model", tmp_path / "model")  # its tokenizer
+    tiny.model("bert", vocab_size=30522).base_model.save_pretrained(tmp_path / "model")
+    text = ("--text-file", little / "text.txt", "--tokens", "4096", "--max-length", "32")
+    assert here("profile", tmp_path / "model", *text, "-o", tmp_path / "run").returncode == 0
+    flags = ("--kind", "units,quantised,where", "--blocks", "1", "--rows", "4096")
     done = here("probe", tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr
     assert "no perplexity: BertModel has no language-model head" in " ".join(done.stdout.split())

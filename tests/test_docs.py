@@ -108,7 +108,7 @@ SMALLER = {  # what the tutorial's commands take for a model of three blocks
 FEWER = {"11,28": "1,2", "11": "1", "14-16": "0,2"}  # blocks
 
 
-@pytest.mark.usefixtures("alone", "wikitext")
+@pytest.mark.usefixtures("alone", "reloaded_here", "wikitext")
 def test_the_tutorial_runs_from_end_to_end(wombat, here, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = TUTORIAL.read_text()

@@ -65,6 +65,7 @@ def written(tmp_path_factory):
     return model, export(model, tmp_path_factory.mktemp("written") / "out", torch.bfloat16)
 
 
+@pytest.mark.usefixtures("reloaded_here")
 def test_another_config_is_found_by_what_it_computes(tmp_path, caplog):
     """Here transformers does not generate, a decoder being longer than its encoder."""
     model = compressed("t5")
@@ -86,6 +87,7 @@ def test_code_that_needs_howlinear_is_found(written, tmp_path):
         verify(changed, model, tiny.inputs("llama"), "hf")
 
 
+@pytest.mark.usefixtures("reloaded_here")
 def test_one_flipped_weight_is_found(written, tmp_path):
     model, folder = written
     changed = copy(folder, tmp_path / "changed")

@@ -84,8 +84,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_way(kind, tmp_path, request):
-    if kind == "hf":  # test_cli_compress goes the same way to the new process
-        request.getfixturevalue("unverified")
+    if kind != "nemotron-nas":  # test_cli_compress goes the same way to the new process
+        request.getfixturevalue("unverified" if kind == "hf" else "reloaded_here")
     name, settings, loaded_from = KINDS[kind]
     model = made(name, **settings)
     result = compression(model, maps_of(model, bias=kind != "nemotron-nas"))
