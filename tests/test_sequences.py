@@ -25,12 +25,14 @@ import typer.main
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tiny
 from command import inside
 from howlinear import Profile
+from howlinear.export import write
 from howlinear.models import corpus, loading
 from howlinear.records.files import read_json
 from howlinear.run.tensors import read_store, read_tensors
@@ -40,6 +42,7 @@ STEPS = 10
 
 PROFILE = ("--tokens", "4096", "--max-length", "64", "--batch-size", "16", "--folds", "2")
 PREDICT = ("--tokens", "256")
+COMPRESS = ("--blocks", "0", "--rank", "full", "--keep-units", "0", "--no-baselines")
 
 
 class Killed(BaseException):
@@ -145,11 +148,13 @@ def quick(monkeypatch):
     """What a process does once is done once; afterwards nothing is left."""
     monkeypatch.setattr(loading, "load", load)
     monkeypatch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+    monkeypatch.setattr(write, "verify", lambda *_: None)  # which needs a new process
     yield
     shutil.rmtree(origin())
     origin.cache_clear()
 
 
+MOVED = "-moved"
 RUNS = st.sampled_from(["a", "merged", "b"])
 BLOCKS = st.sampled_from([(), ("--blocks", "0"), ("--blocks", "1")])
 ENDS = st.one_of(
@@ -162,7 +167,10 @@ ENDS = st.one_of(
 
 
 class Sequence(RuleBasedStateMachine):
-    """`self.here` is where the model and the text are now; `self.holds` what the runs held before."""
+    """`self.here` is where the model and the text are now; `self.holds` what the runs held before.
+
+    A run that is renamed is "a-moved" instead of "a" until it is renamed again.
+    """
 
     root = ROOT
 
@@ -176,6 +184,7 @@ class Sequence(RuleBasedStateMachine):
         os.chdir(self.root)
         self.here = {"model": "model", "text": "text"}
         self.other = {"model": False, "text": False}
+        self.renamed = set()  # runs
         self.holds, self.left, self.overwritten = {}, set(), None
 
     def teardown(self):
@@ -207,8 +216,11 @@ class Sequence(RuleBasedStateMachine):
         """Files under temporary names."""
         return [p for p in self.root.rglob(".*") if p.name.endswith((".tmp", ".part"))]
 
+    def place(self, name):
+        return self.root / (f"{name}{MOVED}" if name in self.renamed else name)
+
     def path(self, name):
-        return os.path.relpath(self.root / name)
+        return os.path.relpath(self.place(name))
 
     def moved(self):
         return "--model", self.path(self.here["model"]), "--text-file", self.path(self.here["text"])
@@ -226,7 +238,7 @@ class Sequence(RuleBasedStateMachine):
     def profiled(self, run, end, *flags):
         text = ("--text-file", self.path(self.here["text"]), *PROFILE)
         args = ("profile", self.path(self.here["model"]), *text, "-o", self.path(run), *flags)
-        free = "--overwrite" in flags or not (self.root / run).exists()
+        free = "--overwrite" in flags or not self.place(run).exists()
         done = self.command(end, *args)
         if free and end[0] and end[1] % 2:  # what was cut off goes on
             end = (None, 0)
@@ -234,11 +246,9 @@ class Sequence(RuleBasedStateMachine):
         assert end[0] or not free or done.returncode == 0, done.stderr
         if done and done.returncode == 0:
             kind = "shard" if "--shard" in flags else "profile"
-            assert (
-                read_json(self.root / run / f"{kind}.json", kind)["model"]["weights"]
-                == self.weights()
-            )
-            assert not (self.root / run / "progress.json").exists()
+            data = read_json(self.place(run) / f"{kind}.json", kind)
+            assert data["model"]["weights"] == self.weights()
+            assert not (self.place(run) / "progress.json").exists()
 
     @rule(overwrite=st.booleans(), end=ENDS)
     def merge(self, overwrite, end):
@@ -258,25 +268,30 @@ class Sequence(RuleBasedStateMachine):
         flags = ("--kind", "quantised", "--rows", rows, "--tokens", "0")
         self.reading("probe", run, told, end, *at, *flags)
 
-    @rule(run=RUNS, told=st.booleans(), end=ENDS)
-    def compress(self, run, told, end):
-        flags = (
-            "--dry-run",
-            "--blocks",
-            "0",
-            "--rank",
-            "full",
-            "--keep-units",
-            "0",
-            "--no-baselines",
-        )
-        self.reading("compress", run, told, end, *flags, *PREDICT)
+    @rule(run=RUNS, export=st.booleans(), told=st.booleans(), end=ENDS)
+    def compress(self, run, export, told, end):
+        """The smaller model is written as a whole or not at all."""
+        out = self.root / "elsewhere" / "small"
+        shutil.rmtree(out, ignore_errors=True)
+        to = ("-o", os.path.relpath(out)) if export else ("--dry-run",)
+        self.reading("compress", run, told, end, *to, *COMPRESS, *PREDICT)
+        if out.exists():
+            assert export
+            assert load_file(out / "model.safetensors")
+            assert read_json(out / "compress.json", "compress")["exported"]["folder"] == out.name
+
+    @rule(kind=st.sampled_from(["random-init", "matched"]), run=RUNS, told=st.booleans(), end=ENDS)
+    def control(self, kind, run, told, end):
+        if (self.place(run) / "profile.json").exists():  # else it would be the name of a model
+            seeds = ("--seeds", "1") if kind == "random-init" else ()
+            self.reading(f"control {kind}", run, told, end, *seeds)
 
     def reading(self, command, run, told, end, *flags):
         """A command that reads a run: it works if the run's model and text are there, and only then."""
-        self.overwritten, path = None, self.root / run / "profile.json"
+        self.overwritten, path = None, self.place(run) / "profile.json"
         data = read_json(path, "profile") if path.exists() else None
-        done = self.command(end, command, self.path(run), *flags, *(self.moved() if told else ()))
+        places = self.moved() if told else ()
+        done = self.command(end, *command.split(), self.path(run), *flags, *places)
         if done is None or end[0]:
             return
         there = data is not None and data["model"]["weights"] == self.weights()
@@ -314,6 +329,14 @@ class Sequence(RuleBasedStateMachine):
         (self.root / self.here[name]).rename(self.root / there)
         self.here[name] = there
 
+    @rule(run=RUNS)
+    def rename(self, run):
+        if self.place(run).exists():
+            before = self.place(run)
+            self.renamed ^= {run}
+            before.rename(self.place(run))
+            self.left = set(self.traces())
+
     @rule(folder=st.sampled_from([".", "elsewhere"]))
     def go(self, folder):
         os.chdir(self.root / folder)
@@ -328,7 +351,7 @@ class Sequence(RuleBasedStateMachine):
                 continue
             files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
             now = tuple((str(path), stat.st_mtime_ns, stat.st_size) for path, stat in files)
-            holds[folder.name] = results(folder, now)
+            holds[folder.name.removesuffix(MOVED)] = results(folder, now)
         for name, before in self.holds.items():
             lost = before - holds.get(name, set())
             assert not lost or name == self.overwritten, (name, lost)
