@@ -123,7 +123,7 @@ def complaint(here):
 @pytest.fixture(scope="session")
 def small_run(minilm, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "minilm"
-    args = ("profile", minilm, "--tokens", "4096", "--max_length", "256", "-o", out)
+    args = ("profile", minilm, "--tokens", "2048", "--max_length", "256", "-o", out)
     return args, out, inside(*args)
 
 

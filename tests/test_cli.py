@@ -44,7 +44,7 @@ def test_profile_writes_a_run_and_prints_the_table(small_run):
     assert names == {"profile.json", "maps", "moments"}
     data = json.loads((out / "profile.json").read_text())
     assert len(data["blocks"]) == 6
-    assert data["settings"]["tokens"] == 4096
+    assert data["settings"]["tokens"] == 2048
     assert len(data["corpus"]["fingerprint"]) == 64
     assert data["command"].startswith("howlinear profile")
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if "results in" not in line)
@@ -249,7 +249,7 @@ def test_interrupting_leaves_nothing(tmp_path):
             "-o",
             str(out),
             "--tokens",
-            "200000",
+            "100000",
             "--batch-size",
             "1",
         ],

@@ -45,7 +45,7 @@ def test_the_papers_solver(little, here):
     assert found["ranks"] is None
 
 
-def test_an_encoder(little, here, tmp_path):
+def test_an_encoder_whose_checkpoint_lacks_the_pooler(little, here, tmp_path):
     shutil.copytree(little / "model", tmp_path / "model")  # its tokenizer
     tiny.model("bert", vocab_size=30522).base_model.save_pretrained(tmp_path / "model")
     text = ("--text-file", little / "text.txt", "--tokens", "4096", "--max-length", "32")

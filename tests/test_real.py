@@ -87,11 +87,11 @@ def independent(x, y, cond=None):
 def test_paper_protocol_is_independent_least_squares(builtin, wikitext):
     """Three blocks, a sink among them; the forward ends after the last."""
     model, tokenizer = builtin
-    ids = windows(wikitext.fit, tokenizer, 128, tokens=4_700, bos="never")
-    assert ids.shape == (36, 128)
+    ids = windows(wikitext.fit, tokenizer, 128, tokens=2_304, bos="never")
+    assert ids.shape == (18, 128)
     which = (0, 5, 11)
     paths = [f"model.layers.{i}.mlp" for i in which]
-    result = profile(model, ids, at=",".join(map(str, which)), protocol="paper")
+    result = profile(model, ids, at=",".join(map(str, which)), protocol="paper", signal=False)
     rows = rows_of(model, paths, ids)
     found = {b.index: b for b in result.blocks}
     assert [b.path for b in result.blocks] == paths
@@ -198,8 +198,8 @@ def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_p
     """Blocks 11 and 28, which plain least squares wrecks; fitted on train, chosen on valid."""
     model, tokenizer = builtin
     at = blocks(model, "11,28")
-    fit = windows(wikitext.fit, tokenizer, 128, tokens=4_096)
-    profile(model, fit, at=at, folds=2).save(tmp_path)
+    fit = windows(wikitext.fit, tokenizer, 128, tokens=2_304)
+    profile(model, fit, at=at, folds=2, signal=False).save(tmp_path)
     choose = windows(wikitext.choose(), tokenizer, 64, tokens=128)
     report = windows(wikitext.report(), tokenizer, 64, tokens=320)
     got = measure_swaps(model, tmp_path, choose=choose, report=report)
@@ -215,10 +215,19 @@ def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_p
 # -- the README's example and the notebook ----------------------------------------------------------
 
 
-@pytest.mark.usefixtures("wikitext")
-def test_the_readmes_example_runs(builtin, capsys, monkeypatch):
-    """As it stands, but for one thing: what `load()` gives is here already."""
+@pytest.fixture
+def smaller(builtin, wikitext, monkeypatch):
+    """Examples run as they stand, but for this: the model is loaded already, and half the text is read."""
+
+    def half(text, tokenizer, length, *, tokens):
+        return windows(text, tokenizer, length, tokens=tokens // 2)
+
     monkeypatch.setattr(howlinear, "load", lambda: builtin)
+    monkeypatch.setattr(howlinear, "windows", half)
+
+
+@pytest.mark.usefixtures("smaller")
+def test_the_readmes_example_runs(capsys):
     (match,) = examples(README)
     shown = run_example(match, {}, capsys)
     assert re.search(
@@ -239,9 +248,8 @@ def run_cell(source, scope):
     return eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), scope)
 
 
-@pytest.mark.usefixtures("wikitext")
-def test_the_example_notebook_runs(builtin, monkeypatch, capsys):
-    monkeypatch.setattr(howlinear, "load", lambda: builtin)
+@pytest.mark.usefixtures("smaller")
+def test_the_example_notebook_runs(capsys):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     scope, shown = {}, []

@@ -72,13 +72,13 @@ class Disk:
                 raise KeyboardInterrupt
         return None if name == "fsync" else real(*args, **options)
 
-    def _save(self, real, tensors, path, *args):
+    def _save(self, real, tensors, path, *args, **options):
         """safetensors writes in code of its own, which has an error of its own."""
         if self.end == "full" and self.done >= self.after:
             raise safetensors.SafetensorError(
                 "Error while serializing: I/O error: No space left on device (os error 28)"
             )
-        real(tensors, path, *args)
+        real(tensors, path, *args, **options)
 
     @contextlib.contextmanager
     def under(self):

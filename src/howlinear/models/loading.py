@@ -129,11 +129,16 @@ def describe(model: Any, name: str | None = None, revision: str | None = None) -
 
 
 def _fingerprint(model: Any) -> str:
-    """A hash of every weight's name, shape and a few of its values, to recognise the same model."""
+    """A hash of every weight's name, shape and a few of its values, to recognise the same model.
+
+    Without a pooler, which is random where the checkpoint lacks it.
+    """
     from howlinear.models.offload import some_values
 
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
+        if "pooler." in name:
+            continue
         count = parameter.numel()
         some = some_values(model, name, parameter, list(range(0, count, max(1, count // 64))))
         digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
