@@ -15,11 +15,14 @@ memory  peak resident memory of `howlinear profile` with 10 times the tokens
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(0)  # this folder: its signal.py would hide the standard library's
+
 import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -64,7 +67,7 @@ def slope(model, ids, repeats: int) -> None:
     ratios = []
     further = ids[8192 // LENGTH : 16384 // LENGTH]
     at, text, forward = blocks(model), as_windows(ids), Forward(model)
-    reading = Pass(model, text, at, Folds(5), Course(batch_size=BATCH), lambda *_: [])
+    reading = Pass(model, text, at, Folds(5), Course(batch_size=BATCH))
     start = reading.beginning(next(text.batches(BATCH)))
     sinks = sink_units(model, at, lambda: forward(start))
     for _ in range(repeats):

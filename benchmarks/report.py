@@ -9,9 +9,12 @@ cold context each time. Needs chromium and playwright (extra dev).
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(0)  # this folder: its signal.py would hide the standard library's
+
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path

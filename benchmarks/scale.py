@@ -13,11 +13,14 @@ read.
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(0)  # this folder: its signal.py would hide the standard library's
+
 import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time

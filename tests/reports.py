@@ -18,7 +18,6 @@ def block(index, **fields):
         "d_in": 64,
         "d_out": 64,
         "kind": "partly linear",
-        "safety": "some cost",
         "r2": r2,
         "r2_se": 0.01 + 0.001 * index,
         "r2_body": r2 - 0.05,
@@ -36,7 +35,9 @@ def block(index, **fields):
         "input_range": 3.0,
         "stream_error": 0.01 * (1 + index % 7),
         "stream_error_se": 0.001,
-        "swap_signal": 0.01 * (1 + index % 5),
+        "expected_kl": 0.01 * (1 + index % 5),
+        "expected_kl_se": 0.002,
+        "expected_beyond": 0.001,
         "rmse": 0.5,
         "residual_norm": 3.0 + index % 3,
         "output_norm": 9.0,
@@ -77,7 +78,7 @@ def swap(index, **fields):
         "stream_error": 0.02,
         "params_saved": 1000,
         "multiply_adds_saved": 1000,
-        "swap_signal": 0.02,
+        "expected_kl": 0.02,
     }
     return BlockSwap(**(planted | fields))
 

@@ -69,10 +69,10 @@ def about(**more):
 
 
 def profile_block(v, index, kind="outlier-concentrated"):
-    special = {"kind": kind, "safety": "costly", "index": index, "path": LONG.format(index)}
+    special = {"kind": kind, "index": index, "path": LONG.format(index)}
     special |= {"r2_feature": {"median": v.r2, "q25": v.r2, "q75": v.r2}, "r2_se": v.se}
     special |= {"d_in": 12288, "d_out": 12288, "input_rank": 12288, "effective_rank": 12288}
-    special |= {"input_condition": 1.5e12, "rows_per_column": 40.9, "swap_signal": 2.256}
+    special |= {"input_condition": 1.5e12, "rows_per_column": 40.9, "expected_kl": 2.256}
     special |= {"first_share": 0.959, "stream_error": 4.4358}
     return BlockProfile(**{f.name: v.r2 for f in fields(BlockProfile)} | special)
 
@@ -99,7 +99,7 @@ def shard(v):
 
 def swap_block(v, index):
     known = {"index": index, "path": LONG.format(index), "units": [1, 2], "weighting": "none"}
-    known |= {"params_saved": v.parameters, "multiply_adds_saved": v.parameters, "swap_signal": 2.3}
+    known |= {"params_saved": v.parameters, "multiply_adds_saved": v.parameters, "expected_kl": 2.3}
     known |= {"kl": v.r2, "top1": 0.842, "cosine": v.r2, "rmse": v.r2, "delta_ppl_se": v.cost_se}
     return BlockSwap(**{f.name: v.cost for f in fields(BlockSwap)} | known)
 
@@ -111,7 +111,7 @@ def swap(v):
         "bits_per_byte": 1.359,
         "tokens": 4191,
     }
-    data = about(base=base, signals={"1 - r2": v.estimate(), "swap_signal": v.estimate(wide=False)})
+    data = about(base=base, signals={"1 - r2": v.estimate(), "expected_kl": v.estimate(wide=False)})
     return show_swaps, data, [swap_block(v, i) for i in (0, v.index)]
 
 

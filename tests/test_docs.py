@@ -21,7 +21,7 @@ from howlinear.records.fields import (
     BlockSwap,
     ExpertSwap,
 )
-from howlinear.records.verdicts import KINDS, SAFETY, kind_of, safety_of
+from howlinear.records.verdicts import KINDS, kind_of
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -242,7 +242,7 @@ def test_every_field_and_kind_is_documented():
     records = (BlockProfile, BlockSwap, BlockProbe, BlockPlan, BlockCompression)
     records += (BlockExpert, ExpertSwap)
     assert all(f"`{f.name}`" in text for record in records for f in fields(record))
-    assert all(word in text for word in (*KINDS, *SAFETY))
+    assert all(word in text for word in KINDS)
 
 
 @pytest.mark.parametrize(
@@ -262,23 +262,3 @@ def test_every_field_and_kind_is_documented():
 def test_kinds_follow_the_documented_rules(numbers, kind):
     assert kind_of(*numbers) == kind
     assert kind in KINDS
-
-
-@pytest.mark.parametrize(
-    ("numbers", "safety"),
-    [  # swap_signal, first_share, sink_shares
-        ((0.02, 0.0, [0.1, 0.1]), "likely safe"),
-        ((0.02, 0.9, [0.9, 0.1]), "likely safe"),
-        ((0.03, 0.9, [0.9, 0.1]), "some cost"),
-        ((0.1, 0.0, [0.1, 0.1]), "costly"),
-        ((3.0, 0.9, [0.9, 0.1]), "sink"),
-        ((3.0, 0.9, None), "costly"),
-        ((3.0, 0.3, [0.9, 0.1]), "costly"),
-        ((3.0, 0.9, [0.1, 0.1]), "costly"),
-        ((None, 0.9, [0.9]), "unknown"),
-        ((float("nan"), 0.9, [0.9]), "unknown"),
-    ],
-)
-def test_safety_follows_the_documented_rules(numbers, safety):
-    assert safety_of(*numbers) == safety
-    assert safety in SAFETY

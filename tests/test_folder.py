@@ -75,12 +75,12 @@ def test_results_of_other_settings_stay_in_the_file(run):
         run.add(whole)
 
 
-def test_safety_is_measured_where_there_is_a_swap_and_estimated_elsewhere(run):
-    assert run.safety() == dict.fromkeys((0, 1, 2), "some cost")
+def test_costs_are_measured_where_there_is_a_swap_and_expected_elsewhere(run):
+    expected = {i: f"expected +{1 + i}.0 % ± 0.2" for i in (0, 1, 2)}
+    assert run.costs_in_words() == expected
     swaps = [reports.swap(1, delta_nll=0.0325), reports.swap(2, delta_nll=None)]
     run.write(head("swap", blocks=[s.to_dict() for s in swaps]))
-    assert run.safety() == {0: "some cost", 1: "measured +3.3 %", 2: "some cost"}
-    assert run.read("profile")["blocks"][0]["safety"] == "some cost"
+    assert run.costs_in_words() == expected | {1: "measured +3.3 %"}
 
 
 def test_a_run_belongs_to_its_model_and_its_text(run):

@@ -28,7 +28,7 @@ TEXT = [name for name, t in tiny.TINY.items() if t.kind == "text"]
 
 def without_signals(result):
     """What a backward pass says is not known layer by layer."""
-    gone = ("swap_signal", "safety")
+    gone = ("expected_kl", "expected_kl_se", "expected_beyond")
     return [{k: v for k, v in b.to_dict().items() if k not in gone} for b in result.blocks]
 
 
@@ -41,7 +41,8 @@ def test_every_family_gives_the_same(name):
     whole = profile(model, SHORT, batch_size=64)
     result = profile(model, SHORT, course=Course(layerwise=True), batch_size=64)
     close(without_signals(whole), without_signals(result))
-    assert [b.swap_signal for b in result.blocks] == [None] * len(whole.blocks)
+    assert [b.expected_kl for b in result.blocks] == [None] * len(whole.blocks)
+    assert any("layer by layer has no backward pass" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])

@@ -461,31 +461,32 @@ def test_a_course_is_checked():
         Course(solver="magic")
 
 
-def test_the_swap_signal_is_a_choice(llama):
+def test_the_expected_cost_is_a_choice(llama):
     """The same for a tensor and for batches of it; None where it is not wanted or cannot be had."""
     windows = ids(40)
-    signals = [b.swap_signal for b in profile(llama, windows).blocks]
+    costs = [b.expected_kl for b in profile(llama, windows).blocks]
     batches = list(windows.split(8))
-    assert all(signals)
-    assert [b.swap_signal for b in profile(llama, batches).blocks] == signals
+    assert all(costs)
+    assert [b.expected_kl for b in profile(llama, batches).blocks] == costs
     masked = [{"input_ids": b, "attention_mask": torch.ones_like(b)} for b in batches]
-    for result in (
-        profile(llama, windows, signal=False),
-        profile(llama, iter(batches)),
-        profile(llama, masked),
+    for result, why in (
+        (profile(llama, windows, signal=False), "it was not asked for"),
+        (profile(llama, iter(batches)), "a stream of windows is read once"),
+        (profile(llama, masked), "windows have more than token ids"),
     ):
-        assert all(b.swap_signal is None and b.safety == "unknown" for b in result.blocks)
+        assert all(b.expected_kl is None and b.expected_beyond is None for b in result.blocks)
+        assert f"no expected cost of swaps: {why}" in result.notes
 
 
 @pytest.mark.parametrize("created_inside", [False, True])
 def test_inference_mode_changes_nothing(created_inside):
-    """Results can be added to afterwards; a model made inside has no gradients, so no signal."""
+    """Results can be added to afterwards; a model made inside has no gradients, so no expected cost."""
     want = profile(tiny.model("gpt2"), ids(170)).blocks
     model = None if created_inside else tiny.model("gpt2")
     with torch.inference_mode():
         result = profile(model or tiny.model("gpt2"), ids(170))
     assert [b.r2 for b in result.blocks] == [b.r2 for b in want]
-    assert [b.swap_signal for b in result.blocks] == [
-        None if created_inside else b.swap_signal for b in want
+    assert [b.expected_kl for b in result.blocks] == [
+        None if created_inside else b.expected_kl for b in want
     ]
     result.stores[0].body[0].merge(result.stores[0].body[1])

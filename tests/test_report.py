@@ -138,7 +138,7 @@ def test_rank_correlations_are_scipys(made):
     costs = [runs[0].swaps[b.index].delta_nll_plain for b in runs[0].blocks]
     for name, value in {
         "1 - R2": [1 - b.r2 for b in runs[0].blocks],
-        "swap signal": [b.swap_signal for b in runs[0].blocks],
+        "expected KL": [b.expected_kl for b in runs[0].blocks],
     }.items():
         assert found[name] == pytest.approx(scipy.stats.spearmanr(value, costs).statistic)
 
@@ -291,14 +291,14 @@ def test_markup_escapes_what_is_not_markup():
         ({"r2": 0.9}, {"delta_nll": 0.3}, "costly", "R2 0.90 is high, but the model depends"),
         ({}, {"delta_nll": 0.3, "delta_nll_mean": 0.31}, "costly", "A constant does about as well"),
         ({"r2_scalar": 0.8, "r2": 0.6}, None, "likely safe", "Around one scalar mean R2 is 0.80."),
-        ({"swap_signal": 0.05}, None, "likely some cost", "about +5.1 % perplexity"),
+        ({"expected_kl": 0.05}, None, "likely some cost", "expected +5.1 % ± 0.2 perplexity"),
         (
-            {"swap_signal": 2.0, "safety": "sink"},
+            {"expected_kl": 2.0, "first_share": 0.9, "sink_shares": [0.5, 0.1]},
             None,
             "likely costly",
             "sink units kept likely far",
         ),
-        ({"swap_signal": None}, None, "not measured", "run howlinear swap"),
+        ({"expected_kl": None}, None, "not measured", "run howlinear swap"),
         ({}, {"delta_nll": None}, "not measured", "Its map: cosine 0.900, stream error 0.02."),
         (
             {"kind": "outlier-concentrated"},
@@ -396,7 +396,7 @@ def test_what_is_not_there_is_not_drawn(tmp_path):
     bare = planted_run(tmp_path / "bare", blocks=2, full=False)
     data = json.loads((bare / "profile.json").read_text())
     for b in data["blocks"]:
-        b.update(r2_se=None, r2_body=None, fold_sums=None, swap_signal=None, effective_rank=None)
+        b.update(r2_se=None, r2_body=None, fold_sums=None, expected_kl=None, effective_rank=None)
         b.update(input_spectrum=None, map_spectrum=None)
         b["r2_feature"] = {"median": None}
     (bare / "profile.json").write_text(json.dumps(data))

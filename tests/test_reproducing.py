@@ -174,7 +174,7 @@ def swaps(run, protocol="windows-128", tokens=14_859):
     numbers |= {f"{name}{end}": 0.0 for name in names for end in ("", "_se")}
     names = ("delta_nll", "delta_ppl")
     numbers |= {f"{name}_{way}": 0.0 for name in names for way in ("plain", "zero", "mean")}
-    numbers |= {"rmse": 0.0, "stream_error": None, "multiply_adds_saved": 1, "swap_signal": None}
+    numbers |= {"rmse": 0.0, "stream_error": None, "multiply_adds_saved": 1, "expected_kl": None}
     known = MODELS["gpt2"]["delta_ppl"]
     blocks = [numbers | {"index": i, "delta_ppl_plain": known[i] + (i == 5)} for i in range(12)]
     data = {"kind": "swap", "schema": 1, "settings": {"protocol": protocol}, "blocks": blocks}

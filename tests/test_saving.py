@@ -227,7 +227,7 @@ def test_a_pass_that_stopped_goes_on_to_the_bit(llama, tmp_path, solver, togethe
             assert len(kept) == 1
     handle.remove()
     assert stops == 5
-    # each batch once a pass, what sink units are chosen by each time, what fisher runs, and no more
+    # each batch once a pass, what sink units are chosen by each time, what gradients take, and no more
     assert passes * 15 <= len(forwards) <= passes * 15 + 6 * (passes + 5)
     result.save(folder)
     assert files(folder) == files(tmp_path / "one")
@@ -289,10 +289,13 @@ def test_known_goes_with_the_moments(llama, tmp_path):
     result = profile(tiny.model("gemma2"), WINDOWS, at="0")
     known = result.stores[0].known
     assert known.norm is not None
-    assert known.care is not None
+    sample = result.stores[0].gradients
+    assert len(sample)
     result.save(tmp_path)
-    again = read_store(tmp_path, result.blocks[0]).known
+    store = read_store(tmp_path, result.blocks[0])
+    again = store.known
     assert torch.equal(again.norm.scale, known.norm.scale)
     assert again.norm.eps == known.norm.eps
-    assert torch.equal(again.care, known.care)
+    assert torch.equal(store.gradients.gradient, sample.gradient)
+    assert torch.equal(store.gradients.x, sample.x)
     assert (again.units, again.shares) == (known.units, known.shares)

@@ -13,7 +13,6 @@ from howlinear.models.hooks import as_module
 from howlinear.models.recording import Recording
 from howlinear.records.fields import BlockSwap
 from howlinear.records.files import read_json
-from howlinear.records.verdicts import SAFETY
 from howlinear.report.runs import read_run
 from howlinear.run.folder import RunFolder
 from howlinear.run.work import Work
@@ -114,15 +113,15 @@ def test_the_file_says_everything_and_reads_back(sunk, measured):
     assert data["base"]["tokens"] == data["settings"]["tokens"] == 90 * 7
     assert data["settings"]["resumed"] is True
     after = json.loads((folder / "profile.json").read_text())["blocks"]
-    base, safety = data["base"]["perplexity"], RunFolder(folder).safety()
+    base, words = data["base"]["perplexity"], RunFolder(folder).costs_in_words()
     for block, cost in zip(after, measured.blocks, strict=True):
-        assert block["safety"] in SAFETY  # a swap writes its own file and no other's
+        assert block["expected_kl"] > 0  # a swap writes its own file and no other's
         change = 100 * cost.delta_ppl / base
-        assert safety[block["index"]] == f"measured {change:+.{1 if abs(change) < 100 else 0}f} %"
+        assert words[block["index"]] == f"measured {change:+.{1 if abs(change) < 100 else 0}f} %"
     costs = [b.delta_nll_plain for b in measured.blocks]
     assert len(costs) < 8
     assert data["signals"]["1 - r2"]["value"] is None
-    assert set(data["signals"]) >= {"stream_error", "swap_signal", "1 - r2_body"}
+    assert set(data["signals"]) >= {"stream_error", "expected_kl", "1 - r2_body"}
 
 
 def test_blocks_add_up_in_the_file_with_their_settings(sunk, tmp_path):
@@ -230,7 +229,7 @@ def test_models_without_a_head_get_errors_and_are_told_why(tmp_path):
         assert b.rmse > 0
         assert b.stream_error > 0
     got.save(tmp_path)
-    assert RunFolder(tmp_path).safety()[0] == "unknown"
+    assert RunFolder(tmp_path).costs_in_words()[0] == "unknown"
     derived = ("swap.json", "probe.json", "plan.json", "compress.json", "control-matched.json")
     for name in derived:
         (tmp_path / name).touch()

@@ -9,7 +9,20 @@ from rich.console import Console
 
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.records.fields import BlockProfile
-from howlinear.records.words import bar, correlation, known, number, plural, power, ranges, with_se
+from howlinear.records.verdicts import COSTLY, SAFE, beyond_reach, cost_level
+from howlinear.records.words import (
+    bar,
+    correlation,
+    finite,
+    known,
+    number,
+    percent,
+    percent_se,
+    plural,
+    power,
+    ranges,
+    with_se,
+)
 
 COLOURS = {
     "constant": "green",
@@ -18,12 +31,6 @@ COLOURS = {
     "outlier-concentrated": "yellow",
     "first-position only": "magenta",
     "nonlinear": "red",
-}
-
-SAFETY_MEANS = {  # in the order shown
-    "likely safe": "likely safe",
-    "costly": "costly",
-    "sink": "costly unless sink units are kept",
 }
 
 
@@ -43,11 +50,11 @@ SCORES = (
 INPUTS = (  # on wide terminals
     Column("first", "first_share", number),
     Column("stream err.", "stream_error", digits(4)),
-    Column("signal", "swap_signal", number),
     Column("input rank", lambda b: f"{b.input_rank}/{b.d_in}"),
     Column("condition", "input_condition", power),
     Column("rows/col.", "rows_per_column", digits(1)),
 )
+EXPECTED = Column("expected cost", lambda b: expected_cost(b))  # of perplexity
 KIND = Column("kind", "kind", words=True, style=_colour)
 
 
@@ -76,9 +83,11 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
     )
     for line in modules([(b.index, b.path) for b in blocks]):
         write(console, line)
-    print_table(console, (*SCORES, *(INPUTS if console.width >= 132 else ()), KIND), blocks)
+    expected = (EXPECTED,) if any(finite(b.expected_kl) is not None for b in blocks) else ()
+    inputs = INPUTS if console.width >= 132 else ()
+    print_table(console, (*SCORES, *expected, *inputs, KIND), blocks)
     _show_summary(console, data["summary"])
-    _show_safety(console, blocks)
+    _show_expected(console, blocks)
     if data.get("experts"):
         _show_experts(console, data["experts"], settings["experts"])
     write_notes(console, data["notes"])
@@ -119,17 +128,23 @@ def _show_summary(console: Console, s: dict[str, Any]) -> None:
     write(console, f"rank correlation of R2 with depth {correlation(s['depth_spearman'])}")
 
 
-def _show_safety(console: Console, blocks: list[BlockProfile]) -> None:
-    by_safety: dict[str, list[int]] = {}
-    for b in blocks:
-        by_safety.setdefault(b.safety, []).append(b.index)
-    groups = [
-        f"{meaning} {ranges(by_safety[safety])}"
-        for safety, meaning in SAFETY_MEANS.items()
-        if safety in by_safety
-    ]
+def expected_cost(b: BlockProfile) -> str:
+    """The expected growth of perplexity; in brackets where it is only a guide."""
+    cost = f"{percent(b.expected_kl)}{percent_se(b.expected_kl, b.expected_kl_se)}"
+    return f"({cost})" if beyond_reach(b) else cost
+
+
+def _show_expected(console: Console, blocks: list[BlockProfile]) -> None:
+    """Which blocks are expected to cost little or much as one matrix."""
+    costs = {b.index: b.expected_kl for b in blocks if finite(b.expected_kl) is not None}
+    low, high = ([i for i, nats in costs.items() if cost_level(nats) == level] for level in (0, 2))
+    groups = [f"below {percent(SAFE)} {ranges(low)}"] if low else []
+    groups += [f"above {percent(COSTLY)} {ranges(high)}"] if high else []
     if groups:
-        write(console, f"as one matrix, by estimate: {'; '.join(groups)}")
+        write(console, f"expected cost in perplexity as one matrix: {'; '.join(groups)}")
+    if guides := [b.index for b in blocks if beyond_reach(b)]:
+        write(console, f"the expected cost is only a guide for {ranges(guides)}")
+    if costs:
         write(console, "`howlinear swap RUN` measures what a swap costs")
 
 

@@ -129,7 +129,7 @@ DISTANCES = (
 )
 SIZES = (
     Column("params", lambda b: count(-b.params_saved, "+")),
-    Column("signal", "swap_signal", _two_figures),
+    Column("expected", "expected_kl", _two_figures),
 )
 EXPERTS = (
     Column("expert", lambda b: f"{b.index}.{b.expert}"),

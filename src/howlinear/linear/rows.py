@@ -104,7 +104,7 @@ class RowSample:
         """`group` (n,) is each row's fold, `place` (n,) its token offset in the text."""
         if rows.stream is None:
             return
-        keys = _hashed(place, self.seed)
+        keys = hashed(place, self.seed)
         slots, new = self._accept(keys)
         at = new.to(x.device)
         self.keys[slots], self.group[slots] = keys[new], group[new]
@@ -140,7 +140,7 @@ class RowSample:
             setattr(self, name, saved.clone())
 
 
-def _hashed(place: Tensor, seed: int) -> Tensor:
+def hashed(place: Tensor, seed: int) -> Tensor:
     """63 pseudorandom bits of a seed and a place (splitmix64's finaliser)."""
     start = (seed + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = place.numpy().astype(np.uint64) + np.uint64(start)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from howlinear.linear.accumulators import Accumulator
 from howlinear.linear.folds import Split
+from howlinear.linear.gradients import GradientSample
 from howlinear.linear.moments import TSQR, Moments
 from howlinear.linear.rows import Rows, RowSample
 
@@ -89,7 +90,6 @@ class Known:
     units: list[int] | None = None  # sink units, columns of x beyond d_in; None: not readable
     shares: list[float] | None = None  # of the first positions' sum of squares, by sink unit
     norm: OutNorm | None = None
-    care: Tensor | None = None  # (d_out,) weights of squared errors, see `profiling.fisher`
     has_stream: bool = True  # are |h| and every norm between y and the add known?
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -100,8 +100,6 @@ class Known:
         if self.norm is not None:
             state["norm.scale"] = self.norm.scale
             state["norm.eps"] = torch.tensor(self.norm.eps, dtype=torch.float64)
-        if self.care is not None:
-            state["care"] = self.care
         return state
 
     @classmethod
@@ -113,19 +111,18 @@ class Known:
         count = 0 if units is None else units.numel()
         if count > MOST or (units is not None and bool((units < 0).any())):
             raise ValueError(f"sink units are not numbers of units, {MOST} at most")
-        shapes = {"norm.scale": (d_out,), "norm.eps": (), "care": (d_out,)}
+        shapes = {"norm.scale": (d_out,), "norm.eps": ()}
         for name, shape in {"units": (count,), "shares": (count,), **shapes}.items():
             value, dtype = state.get(name), torch.int64 if name == "units" else torch.float64
             if value is None:
                 continue
             if value.dtype != dtype or value.shape != shape or not bool(value.isfinite().all()):
                 raise ValueError(f"{name} is not as expected")
-        scale, eps, care = (state.get(name) for name in shapes)
+        scale, eps = (state.get(name) for name in shapes)
         return cls(
             units=None if units is None else units.tolist(),
             shares=None if shares is None else shares.tolist(),
             norm=None if scale is None or eps is None else OutNorm(scale, float(eps)),
-            care=care,
         )
 
 
@@ -154,6 +151,7 @@ class BlockStore:
         self.twin: BlockStore | None = None  # the same in float64, to measure mixed precision by
         like = (width, block.d_out, seed)
         self.sample = RowSample(*like) if self.known.has_stream else RowSample(*like, size=0)
+        self.gradients = GradientSample(width, block.d_out)  # no rows until `profiling.gradients`
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
         """Add rows of windows that begin at these token offsets of the text."""
@@ -219,6 +217,7 @@ class BlockStore:
         for mine, theirs in zip(self._accumulators(), other._accumulators(), strict=True):
             mine.merge(theirs)
         self.sample.merge(other.sample)
+        self.gradients.merge(other.gradients)
         if self.twin is not None and other.twin is not None:
             self.twin.merge(other.twin)
         else:
@@ -235,6 +234,7 @@ class BlockStore:
         )
         narrow.sample = copy.copy(self.sample)
         narrow.sample.x = self.sample.x[:, :width].clone()
+        narrow.gradients = self.gradients.narrow(width)
         narrow.twin = None if self.twin is None else self.twin.narrow(units)
         return narrow
 
@@ -252,6 +252,7 @@ class BlockStore:
             for name, value in accumulator.state_dict().items()
         }
         state |= {f"sample.{name}": value for name, value in self.sample.state_dict().items()}
+        state |= {f"gradients.{name}": value for name, value in self.gradients.state_dict().items()}
         state |= self.known.state_dict()
         if self.twin is not None:
             state |= {f"twin.{name}": value for name, value in self.twin.state_dict().items()}
@@ -273,6 +274,7 @@ class BlockStore:
             if a.shift is not None and shared is not None and torch.equal(a.shift, shared):
                 a.shift = shared
         self.sample.load_state_dict(_below("sample.", state))
+        self.gradients.load_state_dict(_below("gradients.", state))
         twin = _below("twin.", state)
         if twin and not _below("twin.", twin):
             self.twin = BlockStore.from_state(self.block, twin, self.body[0].device)

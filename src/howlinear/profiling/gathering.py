@@ -6,14 +6,15 @@
     shard = profile_shard(model, ids, at=at, scope=Scope(), course=Course(shard=(0, 8), saves=saves))
     shard.save(folder)          # its moments are there; `merge_runs` adds them to those of the others
 
-Before the first row is read, sink units are chosen from the beginning of the text and the squared
-gradients of the swap signal are measured.
+Before the first row is read, sink units are chosen from the beginning of the text, and a sample of
+windows goes forward and backward: its gradients say what a swap is expected to cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from howlinear.models import bfloat16
 from howlinear.models.experts import mixtures
 from howlinear.models.families import Block
 from howlinear.models.forward import Windows, WindowsLike, as_windows
-from howlinear.models.offload import is_offloaded
-from howlinear.profiling.fisher import first_tokens, fisher
+from howlinear.profiling.gradients import sample_gradients, why_no_gradients
 from howlinear.profiling.layerwise import layer_by_layer
 from howlinear.profiling.passes import Course, Pass, whole_model
 from howlinear.records.words import plural
@@ -44,7 +44,7 @@ class Scope:
     folds: int = 5
     protocol: str = "default"
     experts: str | None = None  # each expert too: on the tokens "routed" to it, or on "all"
-    signal: bool = True  # the swap signal, which takes a backward pass
+    signal: bool = True  # the expected cost of swaps, which takes a backward pass
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -64,6 +64,10 @@ class Scope:
                 "the paper protocol needs all windows at once: a LongTensor (n, length)"
             )
         return RowSplit(text.ids.numel())
+
+    def why_unexpected(self, model: nn.Module, text: Windows, course: Course) -> str:
+        """Why the cost of swaps is not estimated; "" where it is."""
+        return why_no_gradients(model, text, course) if self.signal else "it was not asked for"
 
     def settings(self, course: Course, split: Split, text: Windows) -> dict[str, Any]:
         """Scope and course as profile.json has them; `folds` are those that there are."""
@@ -98,12 +102,10 @@ def gather(
     parameter = next(model.parameters())
     bfloat16.check(parameter.dtype, parameter.device)
     every = with_experts(model, at, scope.experts)
-    gradients = {}
-    if scope.signal and not course.layerwise and not is_offloaded(model):
-        ids = first_tokens(text)
-        gradients = {} if ids is None else fisher(model, list(at), ids, course.seed) or {}
-    split = scope.split(text)
-    reading = Pass(model, text, every, split, course, gradients, scope.experts == "all")
+    split, sampling = scope.split(text), None
+    if not scope.why_unexpected(model, text, course):
+        sampling = partial(sample_gradients, model, text=text, split=split, course=course)
+    reading = Pass(model, text, every, split, course, scope.experts == "all", sampling)
     yield from (layer_by_layer if course.layerwise else whole_model)(reading)
 
 

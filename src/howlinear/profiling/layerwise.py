@@ -1,6 +1,6 @@
 """A model larger than memory, layer by layer: one layer's weights and its blocks' moments at a time.
 
-    for stores in layer_by_layer(Pass(model, text, at, split, course, {})):
+    for stores in layer_by_layer(Pass(model, text, at, split, course)):
         ...                     # stores of one layer's blocks that have seen every row
 
 All windows go through one layer before the next one is loaded. Between layers their hidden states are

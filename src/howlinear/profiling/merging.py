@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -252,19 +252,13 @@ def fit_windows(text: Documents, tokenizer: Any, settings: Mapping[str, Any]) ->
 def _added(heads: Sequence[Head], block: BlockId, notes: list[str]) -> BlockStore:
     """Rows of one block from all runs."""
     total = read_store(heads[0].folder, block)
-    weight = total.n
     for head in heads[1:]:
         more = read_store(head.folder, block)
         total, more = _with_units_in_common(total, more, notes)
-        care = total.known.care
-        if care is not None and more.known.care is not None:
-            care = care + (more.known.care - care) * (more.n / max(weight + more.n, 1))
-        weight += more.n
         try:
             total.merge(more)
         except ValueError as err:
             raise ValueError(f"{head.folder}, block {block.index} ({block.path}): {err}") from None
-        total.known = replace(total.known, care=care)
     return total
 
 

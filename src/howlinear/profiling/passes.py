@@ -1,6 +1,6 @@
 """The pass: a text through the model under taps, rows into stores.
 
-    for stores in whole_model(Pass(model, text, at, split, Course(), {})):
+    for stores in whole_model(Pass(model, text, at, split, Course())):
         ...                     # stores of some blocks that have seen every row
 
 A **course** says how a profile is carried out: which part of the text is read here, by how many
@@ -46,7 +46,7 @@ class Course(Work):
     saves: Saves | None = None
     solver: str = "moments"
     precision: str = "float64"  # of products; "mixed" makes them in float32
-    seed: int = 0  # of the row sample and of the swap signal
+    seed: int = 0  # of the samples of rows and of gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,8 +79,8 @@ class Pass:
     at: list[Block]
     split: Split
     course: Course
-    gradients: dict[int, Tensor]  # squared, by block; see `fisher`
     all_tokens: bool = False  # experts see all tokens, not those routed to them
+    sampling: Callable[[Sequence[BlockStore]], None] | None = None  # see `gradients`
 
     def batches(self) -> Iterator[Batch]:
         """The batches that this rank reads."""
@@ -144,7 +144,7 @@ class Pass:
             with resident([module]):
                 norm = OutNorm.of(module, block.d_out)
         has_stream = norm is not None or block.out_norm is None
-        return Known(units, shares, norm, self.gradients.get(block.index), has_stream)
+        return Known(units, shares, norm, has_stream)
 
     def read(
         self,
@@ -188,6 +188,8 @@ def whole_model(reading: Pass) -> Iterator[list[BlockStore]]:
         if first is None:
             raise ValueError("the text is empty: there is no window to read")
         stores = reading.make(group, partial(forward, reading.beginning(first)))
+        if reading.sampling is not None:
+            reading.sampling(stores)
         mine = (batch for batch in chain([first], source) if course.mine(batch.number))
         reading.read(mine, stores, lambda batch: forward(batch.inputs), advance)
         yield course.ranks.collect_all(stores)

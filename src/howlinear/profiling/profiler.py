@@ -70,6 +70,8 @@ class Profile(Result):
                 f"sums in mixed precision: R2 of blocks {which} is off by at most "
                 f"{max(differences.values()):.1e} from float64"
             )
+        if why := self.settings.get("no_expected_kl"):
+            notes.append(f"no expected cost of swaps: {why}")
         lacking = [b.index for b in self.blocks if b.input_rank < b.d_in]
         if lacking:
             which = "all blocks" if len(lacking) == len(self.blocks) else f"blocks {lacking}"
@@ -148,7 +150,7 @@ class Profile(Result):
         return cls(records, maps, features, [], settings, about, experts)
 
 
-@torch.inference_mode(False)  # the signal needs gradients, and sums are added to later
+@torch.inference_mode(False)  # expected costs need gradients, and sums are added to later
 def profile(
     model: nn.Module,
     windows: WindowsLike,
@@ -166,7 +168,7 @@ def profile(
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
     out. `experts` measures each expert of a mixture too: on the tokens "routed" to it, or on "all".
-    `signal` estimates what a swap costs, by a backward pass over 256 tokens: `swap_signal`, None layer by
+    `signal` estimates what a swap costs, by a backward pass over 2048 tokens: `expected_kl`, None layer by
     layer, offloaded, without a next-token loss, and for inputs other than repeatable token ids.
     `batch_size` (8) is in windows. `course` is how the work is carried out, see
     `Course`: solver, precision, seed, processes, saves. `progress` is called with
@@ -188,6 +190,7 @@ def profile(
         kept += whole if course.saves is None else []
         del stores, whole, results  # before the next ones are made
     settings = scope.settings(course, split, text) | {"tokens": tokens, "window": text.length}
+    settings["no_expected_kl"] = scope.why_unexpected(model, text, course) or None
     return _assembled(course, measured, kept, settings | _unread(model, at))
 
 

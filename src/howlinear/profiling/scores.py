@@ -24,9 +24,10 @@ from howlinear.linear.folds import Folds, Split
 from howlinear.linear.rows import RowSample
 from howlinear.linear.scoring import Score, effective_rank, input_stats, r2_se, score, spectrum
 from howlinear.linear.solving import solve
-from howlinear.linear.stores import BlockStore, Known, OutNorm
+from howlinear.linear.stores import BlockStore, OutNorm
+from howlinear.profiling.expected import expected_kl, held_out
 from howlinear.records.fields import BlockExpert, BlockProfile
-from howlinear.records.verdicts import kind_of, safety_of
+from howlinear.records.verdicts import kind_of
 from howlinear.run.tensors import map_tensors, write_map
 
 ENOUGH = 4  # rows a column to score an expert by: with fewer, held-out R2 is off by (1 - R2) / 3
@@ -87,7 +88,7 @@ def measure(store: BlockStore, split: Split) -> Measured:
     total = Score.pooled(crossed.scores)
     full = merged([*store.body, *store.first], block.d_in)
     affine, _ = solve(full)
-    first_share, signal = _first_share(store, held), _swap_signal(known, total)
+    first_share = _first_share(store, held)
     stream, stream_se = _stream_error(store.sample, crossed.maps, known.norm)
     rank = crossed.effective_rank
     rank_share = math.inf if rank is None else rank / block.d_out
@@ -98,7 +99,6 @@ def measure(store: BlockStore, split: Split) -> Measured:
         d_in=block.d_in,
         d_out=block.d_out,
         kind=kind_of(total.r2, r2s["r2_body"], total.r2_feature["median"], first_share, rank_share),
-        safety=safety_of(signal, first_share, known.shares),
         **r2s,
         first_share=first_share,
         sink_units=known.units,
@@ -107,7 +107,7 @@ def measure(store: BlockStore, split: Split) -> Measured:
         **input_stats(full, affine.rank),
         stream_error=stream,
         stream_error_se=stream_se,
-        swap_signal=signal,
+        **_expected_fields(store, crossed.maps),
         rmse=total.rmse,
         residual_norm=total.residual_norm,
         output_norm=total.output_norm,
@@ -145,11 +145,14 @@ def _r2_fields(crossed: Crossed, total: Score, folds: bool) -> dict[str, Any]:
     }
 
 
-def _swap_signal(known: Known, total: Score) -> float | None:
-    """Estimated KL divergence of a swap, nats a token: half of squared gradients x squared errors."""
-    if known.care is None:
-        return None
-    return 0.5 * float((known.care * total.ss_res.cpu()).sum()) / total.weight
+def _expected_fields(store: BlockStore, maps: dict[int, Affine]) -> dict[str, Any]:
+    """What replacing the block by its plain map is expected to cost; None without gradients."""
+    names = ("expected_kl", "expected_kl_se", "expected_beyond")
+    sample, guess = held_out(store.gradients, maps)
+    if not len(sample):
+        return dict.fromkeys(names)
+    expected = expected_kl(sample, guess, store.known.norm)
+    return dict(zip(names, (expected.nats, expected.se, expected.share_beyond), strict=True))
 
 
 def measure_expert(store: BlockStore, split: Split, tokens: int) -> Measured:

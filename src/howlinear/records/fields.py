@@ -67,7 +67,6 @@ class BlockProfile(Record):
     d_in: int
     d_out: int
     kind: str
-    safety: str
     r2: float
     r2_se: float | None
     r2_body: float | None
@@ -85,7 +84,9 @@ class BlockProfile(Record):
     input_range: float | None
     stream_error: float | None
     stream_error_se: float | None
-    swap_signal: float | None
+    expected_kl: float | None
+    expected_kl_se: float | None
+    expected_beyond: float | None
     rmse: float
     residual_norm: float
     output_norm: float
@@ -150,7 +151,7 @@ class BlockSwap(Record):
     stream_error: float | None
     params_saved: int
     multiply_adds_saved: int | None
-    swap_signal: float | None
+    expected_kl: float | None
 
 
 @dataclass(frozen=True)

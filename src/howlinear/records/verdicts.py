@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 
-from howlinear.records.fields import BlockSwap
-from howlinear.records.words import finite, percent
+from howlinear.records.fields import BlockProfile, BlockSwap
+from howlinear.records.words import finite, percent, percent_se
 
 SAFE, COSTLY = 0.03, 0.1  # nats per token
 HIGH_R2, LOW_R2 = 0.75, 0.4
 FIRST_SHARE = 0.5  # share of a block's variance that first positions carry
+BEYOND = 0.05  # share of tokens whose errors are too large for an estimate of second order
 
 KINDS = (
     "constant",
@@ -22,7 +23,6 @@ KINDS = (
     "partly linear",
     "nonlinear",
 )
-SAFETY = ("likely safe", "some cost", "costly", "sink", "unknown")
 
 
 def kind_of(r2: float, r2_body: float, median: float, first_share: float, rank_share: float) -> str:
@@ -45,20 +45,22 @@ def cost_level(nats: float) -> int:
     return (nats >= SAFE) + (nats >= COSTLY)
 
 
-def safety_of(
-    swap_signal: float | None, first_share: float | None, sink_shares: list[float] | None
-) -> str:
-    """One of SAFETY, from the estimated cost of replacing a block by one matrix."""
-    if swap_signal is None or math.isnan(swap_signal):
+def writes_sink(b: BlockProfile) -> bool:
+    """Do a few hidden units write most of the block's first position, and that most of its output?"""
+    few_units = b.sink_shares is not None and sum(b.sink_shares) >= 0.5
+    return few_units and (finite(b.first_share) or 0.0) >= FIRST_SHARE
+
+
+def beyond_reach(b: BlockProfile) -> bool:
+    """Is the expected cost only a guide, because errors are too large for an estimate?"""
+    return (finite(b.expected_beyond) or 0.0) >= BEYOND
+
+
+def cost_in_words(b: BlockProfile, swap: BlockSwap | None) -> str:
+    """The cost of a swap: measured where it was, else expected; "unknown" without both."""
+    measured, expected = finite(swap.delta_nll) if swap else None, finite(b.expected_kl)
+    if measured is not None:
+        return f"measured {percent(measured)}"
+    if expected is None:
         return "unknown"
-    level = cost_level(swap_signal)
-    few_units = sink_shares is not None and sum(sink_shares) >= 0.5
-    if level == 2 and few_units and (first_share or 0.0) >= FIRST_SHARE:
-        return "sink"
-    return SAFETY[level]
-
-
-def safety_with(estimate: str, swap: BlockSwap | None) -> str:
-    """A block's safety in words: the measured cost of a swap where there is one, else the estimate."""
-    cost = None if swap is None else finite(swap.delta_nll)
-    return estimate if cost is None else f"measured {percent(cost)}"
+    return f"expected {percent(expected)}{percent_se(expected, b.expected_kl_se)}"

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from howlinear.records.fields import BlockProfile, BlockSwap
-from howlinear.records.words import compact, finite, number, percent, percent_se
+from howlinear.records.words import finite, number, percent, percent_se
 from howlinear.report.markup import Markup, cell_text, joined, scrolled, table, tag
 from howlinear.report.runs import Run
 from howlinear.report.verdicts import WORDS, verdict
 
 PROFILED = (
     *("index", "path", "kind", "r2", "r2_se", "r2_body", "r2_body_se", "r2_scalar", "first_share"),
-    *("effective_rank", "stream_error", "swap_signal", "residual_norm", "output_norm"),
+    *("effective_rank", "stream_error", "expected_kl", "expected_kl_se"),
+    *("residual_norm", "output_norm"),
 )
 SWAPPED = (
     *("units", "delta_nll", "delta_nll_se", "delta_nll_plain", "delta_nll_zero", "delta_nll_mean"),
@@ -28,7 +29,7 @@ COLUMNS = {
     "scalar": "R2 around one scalar mean",
     "feature": "median R2 of an output feature",
     "rank": "effective rank",
-    "signal": "estimated cost of a swap, nats per token",
+    "expected ± se": "expected growth of perplexity by plain least squares, from the profile alone",
     "swap ± se": "growth of perplexity when replaced",
     "plain": "the same by plain least squares, no hidden units kept",
 }
@@ -39,13 +40,14 @@ def _columns(b: BlockProfile, s: BlockSwap | None) -> list[tuple[object, object]
     r2_se = "" if finite(b.r2_se) is None else f" ± {number(b.r2_se)}"
     median, rank = finite(b.r2_feature.get("median")), b.effective_rank
     cost, plain = (s.delta_nll, s.delta_nll_plain) if s else (None, None)
+    expected = finite(b.expected_kl)
     return [
         (b.r2, joined(number(b.r2) + r2_se, _bar(b.r2))),
         (b.r2_body, number(finite(b.r2_body))),
         (b.r2_scalar, number(finite(b.r2_scalar))),
         (median, number(median)),
         (rank, cell_text(rank)),
-        (b.swap_signal, compact(finite(b.swap_signal))),
+        (expected, percent(expected) + percent_se(expected, b.expected_kl_se)),
         (cost, percent(cost) + percent_se(cost, s.delta_nll_se if s else None)),
         (plain, percent(plain)),
     ]

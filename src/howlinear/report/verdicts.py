@@ -10,7 +10,7 @@ below the threshold too, and "safe so far" if only the cost is.
 from __future__ import annotations
 
 from howlinear.records.fields import BlockProfile, BlockSwap
-from howlinear.records.verdicts import COSTLY, HIGH_R2, SAFE, cost_level
+from howlinear.records.verdicts import COSTLY, HIGH_R2, SAFE, cost_level, writes_sink
 from howlinear.records.words import compact, finite, number, percent, percent_se
 
 ESTIMATED = ("likely safe", "likely some cost", "likely costly")
@@ -62,12 +62,12 @@ def _uncertainty(cost: float, se: float | None) -> str:
 
 
 def _estimated(b: BlockProfile) -> tuple[str, str]:
-    signal = finite(b.swap_signal)
-    if signal is None:
+    nats = finite(b.expected_kl)
+    if nats is None:
         return "not measured", "Not swapped, and there is no estimate: run howlinear swap."
-    word = ESTIMATED[cost_level(signal)]
-    size = f"about {percent(signal)} perplexity by the profile's estimate, not yet measured"
-    if b.safety == "sink":
+    word = ESTIMATED[cost_level(nats)]
+    size = f"expected {percent(nats)}{percent_se(nats, b.expected_kl_se)} perplexity, not measured"
+    if word == ESTIMATED[2] and writes_sink(b):
         return word, f"One matrix alone: {size}; with its sink units kept likely far less."
     return word, f"{word.capitalize()}: {size}."
 

@@ -14,7 +14,7 @@ A file is called after its kind: swap.json is of kind "swap". It holds the resul
 settings; results of other settings are whole documents in its list `earlier`, newest first.
 `moments/` and `maps/` hold one file of tensors for each block (`run.tensors`); progress.json and
 `partial/` are what a profile that was interrupted resumes from (`run.saving`). Each command writes
-its own file and no other's: what is known of a block is combined when it is read (`safety`). No
+its own file and no other's: what is known of a block is combined when it is read (`costs_in_words`). No
 torch here.
 """
 
@@ -36,7 +36,7 @@ from howlinear.records.files import (
     read_monitor,
     write_json,
 )
-from howlinear.records.verdicts import safety_with
+from howlinear.records.verdicts import cost_in_words
 
 #: What a profile leaves, whole or of one shard.
 MEASURED = ("profile", "shard")
@@ -137,11 +137,11 @@ class RunFolder:
         """Rows of the log of a training; none without a log."""
         return read_monitor(self.monitor)[1] if self.monitor.exists() else []
 
-    def safety(self) -> dict[int, str]:
-        """For each block the cost of a swap in words: measured if `howlinear swap` ran, else estimated."""
+    def costs_in_words(self) -> dict[int, str]:
+        """For each block the cost of a swap: measured if `howlinear swap` ran, else expected."""
         swaps = self.newest("swap", BlockSwap)
         profiles = self.blocks("profile", BlockProfile)
-        return {i: safety_with(b.safety, swaps.get(i)) for i, b in profiles.items()}
+        return {i: cost_in_words(b, swaps.get(i)) for i, b in profiles.items()}
 
     # -- belonging to a model and a text ----------------------------------------------------------
 

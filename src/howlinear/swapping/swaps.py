@@ -242,7 +242,7 @@ def _record(
         stream_error=cost.stream_error,
         params_saved=parameters - chosen.parameters,
         multiply_adds_saved=None if work is None else work - chosen.multiply_adds,
-        swap_signal=maps.records[block.index].swap_signal,
+        expected_kl=maps.records[block.index].expected_kl,
     )
 
 
@@ -265,7 +265,7 @@ def _signals(
         "1 - r2_body": lambda p: None if p.r2_body is None else 1 - p.r2_body,
         "residual_norm": lambda p: p.residual_norm,
         "stream_error": lambda p: p.stream_error,
-        "swap_signal": lambda p: p.swap_signal,
+        "expected_kl": lambda p: p.expected_kl,
     }
     costs = [r.delta_nll_plain for r in records]
     return {

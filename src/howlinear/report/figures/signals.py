@@ -19,7 +19,7 @@ SIGNALS: dict[str, Signal] = {
     "1 - R2 body": lambda b: None if finite(b.r2_body) is None else 1 - float(b.r2_body or 0.0),
     "residual norm": lambda b: b.residual_norm,
     "stream error": lambda b: b.stream_error,
-    "swap signal": lambda b: b.swap_signal,
+    "expected KL": lambda b: b.expected_kl,
 }
 READING = (
     "Each panel shows one number of the profile, which needs no swap, against the measured cost of the "
