@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import tiny
 from howlinear import Profile, profile, text_loss
@@ -96,6 +97,7 @@ def test_every_score_is_its_definition(llama, measured, index):
     folds = [((r**2).sum(), ss(v).sum()) for r, v, _ in parts]
     spread = sum((a - (1 - r2) * t) ** 2 for a, t in folds)
     assert b.r2_se == pytest.approx(math.sqrt(5 / 4 * spread) / tot.sum(), rel=1e-6)
+    assert b.r2_interval == pytest.approx(stats.t(4, b.r2, b.r2_se).interval(0.95), rel=1e-6)
     first = sum(((v - v.mean(0))[at] ** 2).sum() for _, v, at in parts) / tot.sum()
     assert b.first_share == pytest.approx(first, rel=1e-9)
     n = sum(len(r) for r, _, _ in parts)
@@ -220,7 +222,7 @@ def test_the_paper_protocol_is_one_split_of_rows(llama):
     r = v - lstsq(x[:cut], y[:cut])(x[cut:])
     assert b.r2 == pytest.approx(1 - (r**2).sum() / ss(v).sum(), abs=1e-9)
     assert b.r2_scalar == pytest.approx(1 - (r**2).sum() / ((v - v.mean()) ** 2).sum(), abs=1e-9)
-    assert b.r2_se is None
+    assert b.r2_se is None is b.r2_interval
     assert b.r2_curve is None
     assert (b.n_fit, b.n_heldout) == (cut, len(x) - cut)
     assert b.effective_rank == centred_rank(x[:cut], y[:cut], x[cut:], v)

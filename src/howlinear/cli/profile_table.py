@@ -9,6 +9,7 @@ from rich.console import Console
 
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.records.fields import BlockProfile
+from howlinear.records.statistics import student
 from howlinear.records.verdicts import COSTLY, SAFE, beyond_reach, cost_level
 from howlinear.records.words import (
     bar,
@@ -86,6 +87,9 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
     expected = (EXPECTED,) if any(finite(b.expected_kl) is not None for b in blocks) else ()
     inputs = INPUTS if console.width >= 132 else ()
     print_table(console, (*SCORES, *expected, *inputs, KIND), blocks)
+    if settings["folds"]:
+        reach = number(student(settings["folds"] - 1), 2)
+        write(console, f"± standard error over folds; a 95 % interval of R2 is ± {reach} of it")
     _show_summary(console, data["summary"])
     _show_expected(console, blocks)
     if data.get("experts"):

@@ -27,6 +27,7 @@ from howlinear.linear.solving import solve
 from howlinear.linear.stores import BlockStore, OutNorm
 from howlinear.profiling.expected import expected_kl, held_out
 from howlinear.records.fields import BlockExpert, BlockProfile
+from howlinear.records.statistics import student
 from howlinear.records.verdicts import kind_of
 from howlinear.run.tensors import map_tensors, write_map
 
@@ -132,10 +133,12 @@ def _fewest_rows(store: BlockStore, held: list[int]) -> int:
 
 def _r2_fields(crossed: Crossed, total: Score, folds: bool) -> dict[str, Any]:
     """Every field of a record that is an R2; one split has no standard errors and no curve."""
-    body = crossed.body
+    body, se = crossed.body, r2_se(crossed.scores) if folds else None
+    reach = None if se is None else student(len(crossed.scores) - 1) * se
     return {
         "r2": total.r2,
-        "r2_se": r2_se(crossed.scores) if folds else None,
+        "r2_se": se,
+        "r2_interval": None if reach is None else [total.r2 - reach, total.r2 + reach],
         "r2_body": Score.pooled(body).r2 if body else math.nan,
         "r2_body_se": r2_se(body) if folds and body else None,
         "r2_scalar": total.r2_scalar,

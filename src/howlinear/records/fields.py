@@ -96,6 +96,7 @@ class BlockProfile(Record):
     fold_sums: list[list[float]] | None = None
     input_spectrum: list[list[float]] | None = None
     map_spectrum: list[list[float]] | None = None
+    r2_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)
