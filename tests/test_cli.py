@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from command import COMMAND, run
+from command import run
 from howlinear.cli.profile import check_room
 from howlinear.models import loading
 from howlinear.models.corpus import open_text
 from howlinear.models.families import Block
+from howlinear.models.forward import Forward
 from howlinear.profiling.needs import moments_bytes
 from howlinear.profiling.passes import Pass
 from howlinear.run import room
@@ -239,35 +239,26 @@ def test_what_is_stated_is_what_it_takes(small_run):
     assert disk == pytest.approx(taken, rel=0.1)
 
 
-def test_interrupting_leaves_nothing(tmp_path):
-    out = tmp_path / "run"
-    process = subprocess.Popen(
-        [
-            *COMMAND,
-            "profile",
-            str(SMALL),
-            "-o",
-            str(out),
-            "--tokens",
-            "100000",
-            "--batch-size",
-            "1",
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-        # a background job ignores interrupts, and so would its children
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    for line in process.stderr:
-        if "multiply-adds" in line:
-            break
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    assert process.wait(60) == 130
-    assert "interrupted" in rest
-    assert "Traceback" not in rest
-    assert not out.exists()
+def test_interrupting_leaves_nothing(tmp_path, here, monkeypatch):
+    real, batches = Forward.__call__, []
+
+    def third_interrupted(*args, **options):
+        batches.append(args)
+        if len(batches) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args, **options)
+
+    monkeypatch.setattr(Forward, "__call__", third_interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        done = here("profile", SMALL, "--tokens", "4096", "-o", tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1].startswith("howlinear: interrupted; no incomplete file")
+    assert "Traceback" not in done.stderr
+    assert len(batches) == 3
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_needs_no_torch():

@@ -289,10 +289,10 @@ def test_every_window_length_has_an_end(folds, length):
         split = Folds.over(folds, range(0, count * length, length), count * length)
         assert split.groups == min(folds, count)
         with pytest.raises(ValueError, match="tokens would do") as caught:
-            check_rows(count, length, 10**6, split)
+            check_rows(count, length, 200_000, split)
         enough = int(re.search(r"(\d+) tokens would do", str(caught.value))[1]) // length
         longer = Folds.over(split.groups, range(0, enough * length, length), enough * length)
-        check_rows(enough, length, 10**6, longer)
+        check_rows(enough, length, 200_000, longer)
 
 
 def test_row_split_cuts_inside_a_window():
