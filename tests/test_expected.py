@@ -8,10 +8,10 @@ import torch
 
 import tiny
 from howlinear import profile, swap_costs
-from howlinear.linear.gradients import DRAWS, GradientSample
+from howlinear.linear.gradients import GradientSample
 from howlinear.models.forward import run_rows
 from howlinear.models.hooks import as_module
-from howlinear.profiling.expected import expected_by_units, expected_kl, held_out
+from howlinear.profiling.expected import LIMIT, expected_by_units, expected_kl, held_out
 
 
 def tokens(*shape, seed=0):
@@ -47,8 +47,17 @@ def planted(q, clusters=None):
     sample.key = sample.cluster = torch.arange(n) if clusters is None else torch.tensor(clusters)
     sample.group = torch.zeros(n, dtype=torch.int64)
     sample.x, sample.y = torch.zeros(n, 1), torch.ones(n, 1)
-    sample.gradient = (2 * q).sqrt().float()[:, None, None].expand(n, DRAWS, 1)
+    sample.gradient = (2 * q).sqrt().float()[:, None]
     return sample, torch.zeros(n, 1)
+
+
+def test_a_token_costs_what_second_order_says_up_to_a_limit():
+    small, huge = expected_kl(*planted([1e-3] * 8)), expected_kl(*planted([1e6] * 8))
+    assert small.nats == pytest.approx(1e-3, rel=1e-3)  # q less q^2 / 8
+    assert huge.nats == pytest.approx(LIMIT)
+    mixed = expected_kl(*planted([1e-3] * 99 + [1e6]))
+    assert mixed.nats == pytest.approx(0.01 * LIMIT + 0.99e-3, rel=1e-3)
+    assert mixed.share_beyond == 0.01
 
 
 def test_the_standard_error_is_over_clusters():

@@ -57,7 +57,7 @@ def mean(values: Sequence[float]) -> float:
 def profiled(
     model: nn.Module, windows: WindowsLike, label: str, *, at: str | None, folds: int, work: Work
 ) -> Profile:
-    """A profile without the swap signal, shared by the ranks of `work`."""
+    """A profile without expected costs of swaps, shared by the ranks of `work`."""
     return profile(
         model,
         windows,

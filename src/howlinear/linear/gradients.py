@@ -4,8 +4,8 @@
     sample.add(key, x, y, gradient, group=0, cluster=3)     # the rows of one window
     sample.merge(other)                                     # of other windows of the same block
 
-Notation: e (n, d_out) the error of a map on the sampled rows, g (n, draws, d_out) gradients. For a small
-error the KL divergence of the predictions from the original ones is E[(g . e)^2] / 2 nats a token, see
+Notation: e (n, d_out) the error of a map on the sampled rows, g (n, d_out) gradients. For small errors
+the KL divergence of the predictions from the original ones is E[(g . e)^2] / 2 nats a token, see
 `profiling.gradients`. The windows with the smallest keys are kept. A key is a hash of the seed, of the
 window's tokens and of their offset in the text, so that samples of parts of a text merge to the sample
 of the whole.
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 WINDOWS = 16  # that are kept
-LENGTH = 128  # tokens of each, at most
-DRAWS = 1  # gradients of each row
+LENGTH = 64  # tokens of each, at most: many short windows rank blocks better than few long ones
 
 
 class GradientSample:
@@ -35,7 +34,7 @@ class GradientSample:
         self.cluster = torch.empty(0, dtype=torch.int64)  # (n,) its document, or its window
         self.x = torch.empty(0, d_in)
         self.y = torch.empty(0, d_out)
-        self.gradient = torch.empty(0, DRAWS, d_out)
+        self.gradient = torch.empty(0, d_out)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -44,7 +43,7 @@ class GradientSample:
     def add(
         self, key: int, x: Tensor, y: Tensor, gradient: Tensor, *, group: int, cluster: int
     ) -> None:
-        """Add the rows of one window: x (n, d_in), y (n, d_out), gradient (n, DRAWS, d_out)."""
+        """Add the rows of one window: x (n, d_in), y (n, d_out), gradient (n, d_out)."""
         new = GradientSample(self.x.shape[1], self.y.shape[1])
         new.key, new.group, new.cluster = (torch.full((len(x),), v) for v in (key, group, cluster))
         new.x, new.y, new.gradient = (t.float().cpu().clone() for t in (x, y, gradient))

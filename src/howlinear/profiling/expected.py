@@ -6,7 +6,9 @@
 
 Notation: e_t the error of the map at token t, g_t a gradient of the predictions by the block's output there
 (`profiling.gradients`), q_t = (g_t . e_t)^2 / 2: on average, for small errors, the KL divergence that the
-token's error causes, in nats.
+token's error causes, in nats. The divergence of one prediction is bounded, so that a token counts
+LIMIT (1 - exp(-q_t / LIMIT)): q_t while it is small, LIMIT at most. A few tokens with huge errors would
+otherwise rule the mean.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from howlinear.linear.solving import solve
 from howlinear.linear.stores import BlockStore, OutNorm
 from howlinear.records.statistics import ratio
 
+LIMIT = 4.0  # nats that the error of one token may cost
 UNITS = (0, 1, 2, 4)  # sink units that a map may keep
 
 
@@ -41,8 +44,8 @@ def expected_kl(sample: GradientSample, guess: Tensor, norm: OutNorm | None = No
     """The expected cost of a map whose outputs on the sampled rows are `guess` (n, d_out)."""
     y, guess = sample.y.double(), guess.double()
     error = guess - y if norm is None else norm(guess) - norm(y)
-    q = torch.einsum("nkd,nd->nk", sample.gradient.double(), error).square().mean(1) / 2
-    cost = q.log1p()
+    q = (sample.gradient.double() * error).sum(1).square() / 2
+    cost = -LIMIT * torch.expm1(-q / LIMIT)
     clusters, number = sample.cluster.unique(return_inverse=True)
     sums = torch.zeros(len(clusters), 2, dtype=torch.float64)
     sums.index_add_(0, number, torch.stack([cost, torch.ones_like(cost)], 1))

@@ -2,7 +2,7 @@
 
     problem = why_no_gradients(model, text, course)     # "" where there are some
     sample_gradients(model, stores, text, split, course)
-    stores[11].gradients.gradient                       # (rows, draws, d_out)
+    stores[11].gradients.gradient                       # (rows, d_out)
 
 Replace a block's output y_t by y_t + e_t at every position t. To second order the KL divergence of the
 predictions from the original ones, summed over a window, is E[(sum_t g_t . e_t)^2] / 2 nats, where g_t is
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.folds import RowSplit, Split
-from howlinear.linear.gradients import DRAWS, LENGTH, WINDOWS
+from howlinear.linear.gradients import LENGTH, WINDOWS
 from howlinear.linear.rows import Rows, hashed
 from howlinear.linear.stores import BlockStore
 from howlinear.losses.readout import Readout
@@ -66,8 +66,8 @@ def sample_gradients(
 ) -> None:
     """Fill the gradient samples of these stores with windows of this course's part of the text.
 
-    Runs the first LENGTH tokens of each chosen window forward, and backward once for each draw. Where
-    predictions are not finite nothing is filled: the pass says which block is not.
+    Runs the first LENGTH tokens of each chosen window forward and backward. Where predictions are not
+    finite nothing is filled: the pass says which block is not.
     """
     stores = [store for store in stores if _has_output(store)]
     chosen = _chosen_windows(text, split, course)
@@ -75,18 +75,15 @@ def sample_gradients(
         return
     at: list[Any] = [store.block for store in stores]
     units = {s.block.index: torch.tensor(s.known.units) for s in stores if s.known.units}
-    check_ids(model, {IDS: torch.stack([window.ids for window in chosen])})
-    device = Readout(model).device
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator, union-attr]
-    size = max(1, LOGITS // (vocabulary * len(chosen[0].ids)))
-    for i in range(0, len(chosen), size):
-        part = chosen[i : i + size]
-        ids = torch.stack([window.ids for window in part]).to(device)
-        rows, gradients = _run(model, at, units, ids, [window.key for window in part])
+    readout = Readout(model)
+    for windows in _batches(chosen, readout.vocabulary):
+        ids = torch.stack([window.ids for window in windows]).to(readout.device)
+        check_ids(model, {IDS: ids})
+        rows, gradients = _run(model, at, units, ids, [window.key for window in windows])
         if not gradients:
             return
         for store in stores:
-            _add(store, part, rows[store.block.index], gradients[store.block.index])
+            _add(store, windows, rows[store.block.index], gradients[store.block.index])
 
 
 class _Window:
@@ -118,6 +115,14 @@ def _chosen_windows(text: Windows, split: Split, course: Course) -> list[_Window
     return sorted(every, key=lambda window: window.key)[:WINDOWS]
 
 
+def _batches(windows: Sequence[_Window], vocabulary: int) -> Iterator[list[_Window]]:
+    """Windows of one length, so few that their logits stay small."""
+    for length in sorted({len(window.ids) for window in windows}):
+        same = [window for window in windows if len(window.ids) == length]
+        size = max(1, LOGITS // (vocabulary * length))
+        yield from (same[i : i + size] for i in range(0, len(same), size))
+
+
 def _held(split: Split) -> set[int]:
     """The groups that some map is not fitted on."""
     return {1} if isinstance(split, RowSplit) else set(range(split.groups))
@@ -130,7 +135,7 @@ def _run(
     ids: Tensor,
     seeds: Sequence[int],
 ) -> tuple[dict[int, Rows], dict[int, Tensor]]:
-    """Rows of each block, and gradients (B, L, DRAWS, d_out) by its output; none if not finite."""
+    """Rows of each block, and gradients (B, L, d_out) by its output; none if not finite."""
     rows: dict[int, Rows] = {}
     with (
         torch.enable_grad(),
@@ -143,15 +148,9 @@ def _run(
     if not bool(p.isfinite().all()):
         return rows, {}
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    draws = []
-    for _ in range(DRAWS):
-        v = torch.stack([_drawn(q, g) for q, g in zip(p, generators, strict=True)]).to(logits)
-        draws.append(torch.autograd.grad(logits, list(leaves.values()), v, retain_graph=True))
-    gradients = (
-        torch.stack([gradient.reshape(*ids.shape, -1) for gradient in by_draw], 2)
-        for by_draw in zip(*draws, strict=True)
-    )
-    return rows, dict(zip(leaves, gradients, strict=True))
+    v = torch.stack([_drawn(q, g) for q, g in zip(p, generators, strict=True)]).to(logits)
+    gradients = torch.autograd.grad(logits, list(leaves.values()), v)
+    return rows, {i: g.reshape(*ids.shape, -1) for i, g in zip(leaves, gradients, strict=True)}
 
 
 def _drawn(p: Tensor, generator: torch.Generator) -> Tensor:

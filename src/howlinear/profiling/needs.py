@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.gradients import DRAWS, LENGTH, WINDOWS
+from howlinear.linear.gradients import LENGTH, WINDOWS
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
@@ -224,7 +224,7 @@ def moments_bytes(
         each = 8 * SOLVERS[solver](d, block.d_out).size
         rows = min(4 * windows * width, folds * each)  # first positions
         sample = 4 * SAMPLE * width if block.stream else 0
-        sample += 4 * min(windows, WINDOWS) * LENGTH * (width + DRAWS * block.d_out)  # gradients
+        sample += 4 * min(windows, WINDOWS) * LENGTH * (width + block.d_out)  # gradients
         size += folds * each + rows + sample + 8 * d * block.d_out
         work = max(work, 2 * each + 80 * width * width)  # factoring one block
     return size + work * (1 if is_wide(at) else torch.get_num_threads()), size
