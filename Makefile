@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
-	$(BIN)/howlinear swap runs/demo --tokens 508
+	$(BIN)/howlinear swap runs/demo --tokens 1216
 	$(BIN)/howlinear report runs/demo
 
 # one thread a worker: several that spin on the same cores take many times as long. A worker that
@@ -36,7 +36,7 @@ docs: .venv/demo.stamp
 bench: .venv/test.stamp runs/demo/profile.json
 	$(BIN)/python benchmarks/profiles.py
 	$(BIN)/python benchmarks/scale.py
-	$(BIN)/python benchmarks/swap.py
+	$(BIN)/python benchmarks/swap.py runs/demo
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/report.py runs/demo

@@ -23,7 +23,7 @@ from howlinear.profiling.passes import Course
 from howlinear.records.files import clean
 from howlinear.run.saving import Saves
 from howlinear.run.work import Ranks, Work
-from howlinear.swapping.swaps import measure_swaps
+from howlinear.swapping.swaps import SwapOptions, measure_swaps
 
 LENGTH = 32
 
@@ -55,7 +55,7 @@ def everything(ranks, folder):
             folder / "moments",
             **held,
             fit=windows,
-            weighting=weighting,
+            options=SwapOptions(weighting=weighting, positions=4),
             work=Work(ranks, batch_size=2),
         )
         found[f"swap-{weighting}"] = swaps.to_dict()

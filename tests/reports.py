@@ -4,6 +4,7 @@ import json
 import math
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
+from howlinear.records.verdicts import verdict_of
 
 HOSTILE = "<script>alert(1)</script>"
 CONTROL = "to\x1b[31mken\u202e\x00\ud800"
@@ -52,19 +53,26 @@ def block(index, **fields):
 
 
 def swap(index, **fields):
-    """What a swap cost; block 2 keeps a unit, block 4 gains from being replaced."""
+    """What a swap cost; block 2 keeps a unit, block 4 gains perplexity."""
     cost = -0.01 if index == 4 else 0.004 * (index + 1)
     planted = {
         "index": index,
         "path": f"model.layers.{index}.mlp",
         "units": [7] if index == 2 else [],
         "weighting": "none",
+        "verdict": None,
         "delta_nll": cost,
         "delta_nll_se": 0.002,
         "delta_ppl": 20 * math.expm1(cost),
         "delta_ppl_se": 0.05,
-        "kl": 0.02,
-        "kl_se": 0.001,
+        "kl": abs(cost),
+        "kl_se": 0.0005,
+        "tokens": 1200,
+        "windows": 32,
+        "clusters": 30,
+        "kl_plain": 2.0 if index == 2 else abs(cost),
+        "kl_zero": 1.0,
+        "kl_mean": 0.8,
         "top1": 0.9,
         "top1_se": 0.01,
         "delta_nll_plain": 2.0 if index == 2 else cost,
@@ -78,9 +86,13 @@ def swap(index, **fields):
         "stream_error": 0.02,
         "params_saved": 1000,
         "multiply_adds_saved": 1000,
-        "expected_kl": 0.02,
     }
-    return BlockSwap(**(planted | fields))
+    known = planted | fields
+    if known["kl"] is not None and known["verdict"] is None:
+        names = ("kl", "kl_se", "clusters", "windows")
+        kl, se, *numbers = (known[name] for name in names)
+        known["verdict"] = verdict_of(kl, math.nan if se is None else se, *numbers)
+    return BlockSwap(**known)
 
 
 def probe(index):

@@ -99,7 +99,8 @@ def shard(v):
 
 def swap_block(v, index):
     known = {"index": index, "path": LONG.format(index), "units": [1, 2], "weighting": "none"}
-    known |= {"params_saved": v.parameters, "multiply_adds_saved": v.parameters, "expected_kl": 2.3}
+    known |= {"params_saved": v.parameters, "multiply_adds_saved": v.parameters, "kl_se": v.cost_se}
+    known |= {"tokens": 131072, "windows": 2048, "clusters": 62, "verdict": "undecided"}
     known |= {"kl": v.r2, "top1": 0.842, "cosine": v.r2, "rmse": v.r2, "delta_ppl_se": v.cost_se}
     return BlockSwap(**{f.name: v.cost for f in fields(BlockSwap)} | known)
 
@@ -111,13 +112,21 @@ def swap(v):
         "bits_per_byte": 1.359,
         "tokens": 4191,
     }
+    names = [
+        f"{n}{end}{se}"
+        for n in ("kl", "delta_nll")
+        for end in ("", "_sum", "_gap")
+        for se in ("", "_se")
+    ]
+    joint = {"blocks": [0, 3, 117], "tokens": 131072, **dict.fromkeys(names, v.cost)}
     data = about(base=base, signals={"1 - r2": v.estimate(), "expected_kl": v.estimate(wide=False)})
+    data["settings"]["safe"], data["together"] = 0.03, [joint]
     return show_swaps, data, [swap_block(v, i) for i in (0, v.index)]
 
 
 def swap_of_an_encoder(v):
     _, data, blocks = swap(v)
-    return show_swaps, data | {"base": None, "signals": {}}, blocks
+    return show_swaps, data | {"base": None, "signals": {}, "together": []}, blocks
 
 
 def expert_swap(v):

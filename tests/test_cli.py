@@ -355,7 +355,7 @@ def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypa
     from howlinear.models import loading
 
     own = found(loading.load(str(SMALL))[0], "0-1")
-    free = moments_bytes(own, 32, 5)[0] + 1000
+    free = moments_bytes(own, 32, 5, sampled=8 * 127)[0] + 1000
     monkeypatch.setattr(room, "available_memory", lambda: free)
     grouped, told = blocks("grouped")
     near(plain, grouped, 1e-12)

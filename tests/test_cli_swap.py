@@ -8,6 +8,8 @@ import pytest
 import tiny
 from howlinear.run.folder import RunFolder
 
+CUT = ("--eval", "windows-32", "--positions", "all")
+
 
 @pytest.fixture
 def copied(little, tmp_path):
@@ -17,7 +19,7 @@ def copied(little, tmp_path):
 
 
 def test_swap_prints_a_table_and_writes_a_file(little, here):
-    done = here("swap", little / "run", "--tokens", "600", "--eval", "windows-32")
+    done = here("swap", little / "run", "--tokens", "600", "--all-tokens", *CUT)
     assert done.returncode == 0, done.stderr
     data = json.loads((little / "run" / "swap.json").read_text())
     assert [b["index"] for b in data["blocks"]] == [0, 1, 2]

@@ -14,7 +14,7 @@ from howlinear.export.install import install_maps
 from howlinear.export.narrow import narrowed
 from howlinear.losses.perplexity import compare
 from howlinear.records.fields import BlockPlan
-from howlinear.swapping.swaps import measure_swaps
+from howlinear.swapping.swaps import SwapOptions, measure_swaps
 
 
 def sharpened(name):
@@ -111,7 +111,13 @@ def test_baselines_stand_beside_it(run):
 def test_baselines_go_by_the_swaps_that_the_run_has_measured(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     model = sharpened("llama")
-    swaps = measure_swaps(model, folder, choose=CHOOSE, report=REPORT)
+    swaps = measure_swaps(
+        model,
+        folder,
+        choose=CHOOSE,
+        report=REPORT,
+        options=SwapOptions(baselines=True, all_tokens=True),
+    )
     swaps.save(folder)
     measure_swaps(model, folder, choose=CHOOSE, report=REPORT[:9], at="0").save(folder)
     costs = {b.index: b.delta_nll_plain for b in swaps.blocks}

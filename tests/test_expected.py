@@ -11,7 +11,7 @@ from howlinear import profile, swap_costs
 from howlinear.linear.gradients import GradientSample
 from howlinear.models.forward import run_rows
 from howlinear.models.hooks import as_module
-from howlinear.profiling.expected import LIMIT, expected_by_units, expected_kl, held_out
+from howlinear.profiling.expected import LIMIT, TOGETHER, expected_by_units, expected_kl, held_out
 
 
 def tokens(*shape, seed=0):
@@ -21,7 +21,7 @@ def tokens(*shape, seed=0):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_for_small_errors_it_is_the_measured_divergence(name):
     """Random errors of a size that second order suffices for, on the sampled windows themselves."""
-    model, windows = tiny.model(name), tokens(16, 24)
+    model, windows = tiny.model(name), tokens(8, 24)
     result = profile(model, windows)
     g = torch.Generator().manual_seed(0)
 
@@ -34,8 +34,8 @@ def test_for_small_errors_it_is_the_measured_divergence(name):
         guess = store.gradients.y + size * torch.randn(store.gradients.y.shape, generator=g)
         expected = expected_kl(store.gradients, guess, store.known.norm)
         cost = swap_costs(model, {store.block.index: noisy(store.block, size)}, windows)[0].change
-        # both are means over 368 tokens of (normal)^2-like numbers: 2 errors of 1 / sqrt(184) each
-        assert expected.nats == pytest.approx(cost.kl, rel=4 * math.sqrt(2 / 184))
+        # both are means of about 184 squares of normal numbers: errors of sqrt(2 / 184) each
+        assert expected.nats / TOGETHER == pytest.approx(cost.kl, rel=4 * math.sqrt(4 / 184))
         assert expected.share_beyond == 0
 
 
@@ -53,10 +53,10 @@ def planted(q, clusters=None):
 
 def test_a_token_costs_what_second_order_says_up_to_a_limit():
     small, huge = expected_kl(*planted([1e-3] * 8)), expected_kl(*planted([1e6] * 8))
-    assert small.nats == pytest.approx(1e-3, rel=1e-3)  # q less q^2 / 8
-    assert huge.nats == pytest.approx(LIMIT)
+    assert small.nats == pytest.approx(TOGETHER * 1e-3, rel=1e-3)  # q less q^2 / 16
+    assert huge.nats == pytest.approx(TOGETHER * LIMIT)
     mixed = expected_kl(*planted([1e-3] * 99 + [1e6]))
-    assert mixed.nats == pytest.approx(0.01 * LIMIT + 0.99e-3, rel=1e-3)
+    assert mixed.nats == pytest.approx(TOGETHER * (0.01 * LIMIT + 0.99e-3), rel=1e-3)
     assert mixed.share_beyond == 0.01
 
 
@@ -69,7 +69,9 @@ def test_the_standard_error_is_over_clusters():
     )
     assert again.nats == pytest.approx(one.nats, rel=1e-6)
     assert again.se == pytest.approx(one.se, rel=1e-6)
-    assert one.se == pytest.approx(q.std(ddof=1) / math.sqrt(12), rel=0.02)  # costs are about q
+    assert one.se == pytest.approx(
+        TOGETHER * q.std(ddof=1) / math.sqrt(12), rel=0.02
+    )  # costs are about q
     apart = expected_kl(*planted(np.repeat(q, 7)))
     assert apart.se < 0.5 * one.se  # as independent rows they would
 

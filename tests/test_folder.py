@@ -78,9 +78,9 @@ def test_results_of_other_settings_stay_in_the_file(run):
 def test_costs_are_measured_where_there_is_a_swap_and_expected_elsewhere(run):
     expected = {i: f"expected +{1 + i}.0 % ± 0.2" for i in (0, 1, 2)}
     assert run.costs_in_words() == expected
-    swaps = [reports.swap(1, delta_nll=0.0325), reports.swap(2, delta_nll=None)]
+    swaps = [reports.swap(1, kl=0.0325), reports.swap(2, kl=None)]
     run.write(head("swap", blocks=[s.to_dict() for s in swaps]))
-    assert run.costs_in_words() == expected | {1: "measured +3.3 %"}
+    assert run.costs_in_words() == expected | {1: "measured 0.0325 nats, some cost"}
 
 
 def test_a_run_belongs_to_its_model_and_its_text(run):

@@ -8,6 +8,7 @@ from howlinear import blocks, profile
 from howlinear.linear.gradients import LENGTH, WINDOWS, GradientSample
 from howlinear.models.forward import as_windows
 from howlinear.profiling.gradients import _drawn, why_no_gradients
+from howlinear.profiling.needs import gradient_rows
 from howlinear.profiling.passes import Course
 
 
@@ -144,7 +145,7 @@ def test_every_causal_family_has_gradients(name):
     result = profile(model, windows)
     assert len(result.stores) == tiny.TINY[name].blocks
     for store, b in zip(result.stores, result.blocks, strict=True):
-        assert len(store.gradients) == min(30, WINDOWS) * 7
+        assert len(store.gradients) == min(30, WINDOWS) * 7 == gradient_rows(model, 30, 8)
         assert bool(store.gradients.gradient.isfinite().all())
         assert 0 <= b.expected_kl < 100
     assert any(b.expected_kl > 0 for b in result.blocks)

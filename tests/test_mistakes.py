@@ -89,6 +89,14 @@ MISTAKES = {
     "swap run --blocks attn": "chooses no block that the run has measured",
     "swap run --units 3": "'3' is not one of",
     "swap run --weighting best": "'best' is not one of",
+    "swap run --safe cheap": "--safe 'cheap' is not a share above 0 and below 100%: write 5% or 0.05",
+    "swap run --safe 0%": "--safe '0%' is not a share",
+    "swap run --safe 1.5": "--safe '1.5' is not a share",
+    "swap run --together 1,9": "--together '1,9': '9' is not among the blocks, which are 0-2",
+    "swap run --together 1": "one block alone, 1: name several (--together)",
+    "swap run --together mlp": "--together 'mlp': 'mlp' is no index",
+    "swap run --positions few": "--positions 'few' is neither auto, all nor a number",
+    "swap run --positions 0": "--positions",
     "swap run --eval sliding": "unknown protocol 'sliding'",
     "swap run --eval windows-1": "2 tokens or more",
     "swap run --eval gptq-100000": "one window takes 100000",
@@ -215,6 +223,8 @@ def test_a_mistake_is_found_before_the_model_is_loaded(place, complaint, monkeyp
     monkeypatch.setattr(Loader, "load", None)
     for flags in ("--remove-params 150%", "--blocks 99", "--rank abc", "--plan nope.json"):
         complaint("compress", "run", "--dry-run", *flags.split())
+    for flags in ("--safe cheap", "--together 1,9", "--positions few", "--positions 0"):
+        complaint("swap", "run", *flags.split())
     for command in ("swap", "probe"):
         complaint(command, "run", "--blocks", "99")
 

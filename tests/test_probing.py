@@ -18,7 +18,7 @@ from howlinear.records.fields import BlockProbe
 from howlinear.records.files import read_json
 from howlinear.report.runs import read_run
 from howlinear.run.folder import RunFolder
-from howlinear.swapping.swaps import measure_swaps
+from howlinear.swapping.swaps import SwapOptions, measure_swaps
 from test_swap import drawn
 
 
@@ -277,7 +277,9 @@ def test_healing_reads_what_swap_chose_and_runs_in_bfloat16(tmp_path, monkeypatc
     model = tiny.model("llama").to(torch.bfloat16)
     ids = [torch.randint(3, 49, (n, 8)) for n in (300, 50, 60)]
     profile(model, ids[0], batch_size=64).save(tmp_path)
-    measure_swaps(model, tmp_path, choose=ids[1], report=ids[2], at="1", units=2).save(tmp_path)
+    measure_swaps(
+        model, tmp_path, choose=ids[1], report=ids[2], at="1", options=SwapOptions(2)
+    ).save(tmp_path)
     texts = dict(zip(("fit", "choose", "report"), ids, strict=True))
     how = ProbeSettings(("healing", "units", "bilinear"), rank=2, seeds=1, heal_steps=3)
     found = probe(model, tmp_path, **texts, settings=how, at="0-1", predict=ids[1], heal_on=ids[1])

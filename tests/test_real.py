@@ -199,8 +199,8 @@ def test_one_matrix_and_one_neuron_on_the_builtin_model(builtin, wikitext, tmp_p
     model, tokenizer = builtin
     at = blocks(model, "11,28")
     fit = windows(wikitext.fit, tokenizer, 128, tokens=2_304)
-    profile(model, fit, at=at, folds=2, signal=False).save(tmp_path)
-    choose = windows(wikitext.choose(), tokenizer, 64, tokens=128)
+    profile(model, fit, at=at, folds=2).save(tmp_path)
+    choose = windows(wikitext.choose(), tokenizer, 64, tokens=512)
     report = windows(wikitext.report(), tokenizer, 64, tokens=320)
     got = measure_swaps(model, tmp_path, choose=choose, report=report)
     eleven, last = got.blocks

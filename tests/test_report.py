@@ -94,16 +94,15 @@ def test_points_stand_where_their_numbers_say(made):
     assert halves == pytest.approx([236 * (b.r2_se or 0) for b in runs[0].blocks])
 
 
-def test_costs_are_on_a_log_scale_and_gains_at_its_edge(made):
+def test_costs_are_on_a_log_scale(made):
     runs, figures, _ = made
-    costs = [m for m in marks(figures["profile"], "dot", "r0") if "perplexity" in m.about]
+    costs = [m for m in marks(figures["profile"], "dot", "r0") if "KL" in m.about]
     at = {int(re.search(r"block (\d+)", m.about)[1]): m for m in costs}
     y = {k: m.points[0][1] for k, m in at.items()}
-    grown = {k: math.log(math.expm1(s.delta_nll)) for k, s in runs[0].swaps.items() if k != 4}
-    slope = (y[29] - y[0]) / (grown[29] - grown[0])
+    logs = {k: math.log(s.kl) for k, s in runs[0].swaps.items()}
+    slope = (y[29] - y[0]) / (logs[29] - logs[0])
     assert slope < 0
-    assert all(y[k] - y[0] == pytest.approx(slope * (grown[k] - grown[0])) for k in grown)
-    assert (at[4].shape, y[4]) == ("down", 425)  # a swap that gains cannot stand on a log scale
+    assert all(y[k] - y[0] == pytest.approx(slope * (logs[k] - logs[0])) for k in logs)
     assert at[5].shape == "circle"
 
 
@@ -135,7 +134,7 @@ def test_rank_correlations_are_scipys(made):
     runs, figures, _ = made
     found = {row[1]: row[2] for row in figures["signals"].rows}
     assert len(found) == 5
-    costs = [runs[0].swaps[b.index].delta_nll_plain for b in runs[0].blocks]
+    costs = [runs[0].swaps[b.index].kl_plain for b in runs[0].blocks]
     for name, value in {
         "1 - R2": [1 - b.r2 for b in runs[0].blocks],
         "expected KL": [b.expected_kl for b in runs[0].blocks],
@@ -275,21 +274,27 @@ def test_markup_escapes_what_is_not_markup():
 @pytest.mark.parametrize(
     ("own", "cost", "word", "says"),
     [
-        ({}, {"delta_nll": 0.02}, "safe", "one matrix costs +2.0 % ± 0.2 perplexity."),
-        ({"r2": 0.5}, {"delta_nll": 0.02}, "safe", "R2 is only 0.50, but the model hardly depends"),
+        (
+            {},
+            {"kl": 0.02},
+            "safe",
+            "one matrix costs 0.0200 ± 0.0005 nats; perplexity +0.4 % ± 0.2.",
+        ),
+        ({"r2": 0.5}, {"kl": 0.02}, "safe", "R2 is only 0.50, but the model hardly depends"),
         (
             {"r2": 0.93, "r2_body": 0.18, "kind": "first-position only"},
-            {"delta_nll": 0.02, "units": [1, 2], "delta_nll_plain": 2.0},
+            {"kl": 0.02, "units": [1, 2], "kl_plain": 2.0},
             "safe with units",
-            "with 2 hidden units kept costs +2.0 % ± 0.2 perplexity, without +639 %. "
+            "with 2 hidden units kept costs 0.0200 ± 0.0005 nats, 2.0000 without; perplexity +0.4 % ± 0.2. "
             "R2 0.93 comes from the first position: without it R2 is 0.18.",
         ),
-        ({}, {"delta_nll": 0.05}, "some cost", "at some cost: one matrix costs +5.1 %"),
-        ({}, {"delta_nll": 0.028}, "safe so far", "errors reach from +2.4 % to +3.3 %: measure"),
-        ({}, {"delta_nll": 0.02, "delta_nll_se": None}, "safe so far", "no standard error"),
-        ({}, {"delta_nll": 0.103}, "costly", "Two standard errors reach from +10.4 % to +11.3 %"),
-        ({"r2": 0.9}, {"delta_nll": 0.3}, "costly", "R2 0.90 is high, but the model depends"),
-        ({}, {"delta_nll": 0.3, "delta_nll_mean": 0.31}, "costly", "A constant does about as well"),
+        ({}, {"kl": 0.05}, "some cost", "at some cost: one matrix costs 0.0500"),
+        ({}, {"kl": 0.029}, "undecided", "interval is 0.0275 to 0.0306 nats: measure more"),
+        ({}, {"kl": 0.02, "windows": 9}, "undecided", "nats on 9 windows of at least 16: measure"),
+        ({}, {"kl": 0.02, "kl_se": None}, "undecided", "no standard error"),
+        ({}, {"kl": 0.101}, "undecided", "Not decided: one matrix costs 0.1010"),
+        ({"r2": 0.9}, {"kl": 0.3}, "costly", "R2 0.90 is high, but the model depends"),
+        ({}, {"kl": 0.3, "kl_mean": 0.31}, "costly", "A constant does about as well (0.3100)"),
         ({"r2_scalar": 0.8, "r2": 0.6}, None, "likely safe", "Around one scalar mean R2 is 0.80."),
         ({"expected_kl": 0.05}, None, "likely some cost", "expected +5.1 % ± 0.2 perplexity"),
         (
@@ -299,10 +304,10 @@ def test_markup_escapes_what_is_not_markup():
             "sink units kept likely far",
         ),
         ({"expected_kl": None}, None, "not measured", "run howlinear swap"),
-        ({}, {"delta_nll": None}, "not measured", "Its map: cosine 0.900, stream error 0.02."),
+        ({}, {"kl": None}, "not measured", "Its map: cosine 0.900, stream error 0.02."),
         (
             {"kind": "outlier-concentrated"},
-            {"delta_nll": 1e3},
+            {"kl": 1e3},
             "costly",
             "A few features carry R2: the median feature has",
         ),
@@ -522,7 +527,7 @@ def test_blocks_without_r2_are_left_out_and_told(tmp_path):
 
 def test_an_encoder_is_not_told_to_swap_again(tmp_path):
     folder = planted_run(tmp_path / "run", blocks=2)
-    nothing = dict.fromkeys(("delta_nll", "delta_nll_se", "delta_nll_plain", "delta_nll_mean"))
+    nothing = dict.fromkeys(("kl", "kl_se", "kl_plain", "kl_mean", "verdict"))
     changed(folder, "swap.json", lambda d: d.update(base=None, notes=["no perplexity: encoder"]))
     changed(folder, "swap.json", lambda d: [b.update(nothing) for b in d["blocks"]])
     run = read_run(folder)
@@ -533,22 +538,24 @@ def test_an_encoder_is_not_told_to_swap_again(tmp_path):
 
 
 def test_the_headline_counts_what_was_measured(tmp_path):
-    folder = planted_run(tmp_path / "run", blocks=8)  # block k costs 0.004 (k + 1), block 4 gains
-    changed(folder, "swap.json", lambda d: d["blocks"][6].update(delta_nll=0.104))  # 10.96 %
+    folder = planted_run(tmp_path / "run", blocks=8)  # block k costs 0.004 (k + 1), block 4 0.01
+    changed(folder, "swap.json", lambda d: d["blocks"][6].update(verdict="costly"))
+    changed(folder, "swap.json", lambda d: d["blocks"][5].update(verdict="undecided"))
     changed(folder, "swap.json", lambda d: d["blocks"].pop(7))
     html = page([read_run(folder)], [])
     assert (
-        "Of 7 swapped one at a time, 5 can become one matrix for less than 3.0 % more perplexity (0-1, 3-5); "
-        "1 can with hidden units kept (2); 1 cost 10.5 % or more (6)." in html
+        "Of 7 swapped one at a time, 4 can become one matrix for less than 0.03 nats per token (0-1, 3-4); "
+        "1 can with hidden units kept (2); 1 cost 0.1 nats or more (6); 1 are undecided (5)."
+        in html
     )
 
 
 def test_small_costs_have_an_axis_that_rises(tmp_path):
     folder = planted_run(tmp_path / "run", blocks=4)
-    small = {"delta_nll": 3e-5, "delta_nll_plain": 3e-5, "delta_nll_se": 1e-6}
+    small = {"kl": 3e-5, "kl_plain": 3e-5, "kl_se": 1e-6}
     changed(folder, "swap.json", lambda d: [b.update(small) for b in d["blocks"]])
     figures = {f.name: f for f in draw([read_run(folder)])}
-    costs = [m for m in figures["profile"].canvas.marks if "perplexity +0.0" in m.about]
+    costs = [m for m in figures["profile"].canvas.marks if "KL 3e-05" in m.about]
     assert {(m.shape, m.points[0][1]) for m in costs} == {("down", 425)}
 
 

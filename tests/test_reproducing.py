@@ -24,7 +24,7 @@ def block(index, width=768, **values):
     fields = BlockProfile.__dataclass_fields__.values()
     plain = {f.name: kinds.get(str(f.type)) for f in fields}
     plain |= {name: 0.5 for name, value in plain.items() if value is None}
-    absent = "r2_se r2_body_se r2_curve sink_units sink_shares fold_sums"
+    absent = "r2_se r2_interval r2_body_se r2_curve sink_units sink_shares fold_sums"
     nothing = dict.fromkeys([*absent.split(), "input_spectrum", "map_spectrum"])
     shape = {"index": index, "d_in": width, "d_out": width, "effective_rank": 5}
     return plain | nothing | shape | values
@@ -172,13 +172,14 @@ def swaps(run, protocol="windows-128", tokens=14_859):
     numbers = {"weighting": "none", "units": [], "path": "x", "params_saved": 1, "cosine": 1.0}
     names = ("delta_nll", "delta_ppl", "kl", "top1")
     numbers |= {f"{name}{end}": 0.0 for name in names for end in ("", "_se")}
-    names = ("delta_nll", "delta_ppl")
+    names = ("kl", "delta_nll", "delta_ppl")
     numbers |= {f"{name}_{way}": 0.0 for name in names for way in ("plain", "zero", "mean")}
-    numbers |= {"rmse": 0.0, "stream_error": None, "multiply_adds_saved": 1, "expected_kl": None}
+    numbers |= {"rmse": 0.0, "stream_error": None, "multiply_adds_saved": 1, "verdict": "safe"}
+    numbers |= {"tokens": tokens, "windows": 117, "clusters": 60}
     known = MODELS["gpt2"]["delta_ppl"]
     blocks = [numbers | {"index": i, "delta_ppl_plain": known[i] + (i == 5)} for i in range(12)]
     data = {"kind": "swap", "schema": 1, "settings": {"protocol": protocol}, "blocks": blocks}
-    (run / "swap.json").write_text(json.dumps(data | {"base": {"tokens": tokens}}))
+    (run / "swap.json").write_text(json.dumps(data))
 
 
 def test_swap_costs_stand_beside_the_papers(tmp_path):
@@ -189,7 +190,7 @@ def test_swap_costs_stand_beside_the_papers(tmp_path):
     assert found.summary["delta_ppl"]["largest_difference"] == pytest.approx(1)
     assert found.summary["delta_ppl"]["at"] == 5
     swaps(run, tokens=4191)
-    assert "dPPL is measured on 4191 tokens" in reproduce_run(run).notes[0]
+    assert "dPPL is measured on as few as 4191 tokens" in reproduce_run(run).notes[0]
     swaps(run, protocol="stride-1024-512")
     found = reproduce_run(run)
     assert found.notes == ["swap.json is left out: its protocol is not windows-128"]

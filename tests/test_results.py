@@ -56,8 +56,10 @@ RESULTS = {
     "profile": lambda: profiled(),
     "profile of nothing": lambda: profiled(shown.NAN),
     "shard": lambda: Shard([{"index": 0}], {"shard": (1, 8), "read": 3712}, dict(ABOUT)),
-    "swap": lambda: Swaps(blocks("swap"), {}, {}, comparison().original, {}, {}, [], dict(ABOUT)),
-    "encoder": lambda: Swaps(blocks("swap"), {}, {}, None, {}, {}, [], dict(ABOUT)),
+    "swap": lambda: Swaps(
+        blocks("swap"), {}, {}, comparison().original, {"safe": 0.03}, {}, [], about=dict(ABOUT)
+    ),
+    "encoder": lambda: Swaps(blocks("swap"), {}, {}, None, {}, {}, [], about=dict(ABOUT)),
     "swap-experts": lambda: ExpertSwaps(
         blocks("swap --experts"), comparison().original, {}, dict(ABOUT)
     ),
@@ -75,7 +77,7 @@ SAID = {
     "profile": "<Profile of gpt2\\x1b[31m: 2 blocks, R2 0.887 (block 0) to 0.887 (block 0)>",
     "profile of nothing": "<Profile of gpt2\\x1b[31m: 2 blocks, R2 ->",
     "shard": "<Shard of gpt2\\x1b[31m: 1 of 8, 1 block, 3712 tokens>",
-    "swap": "2 blocks, each replaced alone, perplexity +4.60 (block 0) to +4.60 (block 0)>",
+    "swap": "2 blocks, each replaced alone, KL 0.8870 (block 0) to 0.8870 (block 0) nats>",
     "encoder": "2 blocks, each replaced alone, cosine 0.887 (block 0)",
     "swap-experts": "1 expert, each replaced alone, perplexity +4.60 (block 3.shared)",
     "probe": "3 blocks; healing>",

@@ -35,6 +35,7 @@ from howlinear import Profile
 from howlinear.export import write
 from howlinear.models import corpus, loading
 from howlinear.records.files import read_json
+from howlinear.run.folder import COURSE
 from howlinear.run.tensors import read_store, read_tensors
 
 SEQUENCES = int(os.environ.get("SEQUENCES", "8"))
@@ -257,11 +258,17 @@ class Sequence(RuleBasedStateMachine):
         flags = ["--overwrite"] if overwrite else []
         self.command(end, "merge", *parts, "-o", self.path("merged"), *flags)
 
-    @rule(run=RUNS, at=BLOCKS, units=st.sampled_from(["0", "1"]), told=st.booleans(), end=ENDS)
-    def swap(self, run, at, units, told, end):
-        self.reading(
-            "swap", run, told, end, *at, *PREDICT, "--eval", "windows-32", "--units", units
-        )
+    @rule(
+        run=RUNS,
+        at=BLOCKS,
+        units=st.sampled_from(["0", "1"]),
+        more=st.sampled_from([PREDICT, ("--tokens", "512"), ("--tokens", "512", "--baselines")]),
+        told=st.booleans(),
+        end=ENDS,
+    )
+    def swap(self, run, at, units, more, told, end):
+        flags = (*at, *more, "--eval", "windows-32", "--positions", "16", "--units", units)
+        self.reading("swap", run, told, end, *flags)
 
     @rule(run=RUNS, at=BLOCKS, rows=st.sampled_from(["512", "640"]), told=st.booleans(), end=ENDS)
     def probe(self, run, at, rows, told, end):
@@ -378,8 +385,12 @@ def results(folder, files):
         for result in (data, *data.get("earlier", [])):
             assert {"settings", "model", "corpus", "command"} <= result.keys(), path
             assert result["settings"], path
-            about = json.dumps([result["settings"], result["model"]["weights"]])
+            said = {k: v for k, v in result["settings"].items() if k not in COURSE}
+            about = json.dumps([said, result["model"]["weights"]])
             found |= {(path.stem, about, block["index"]) for block in result["blocks"]}
+            for block in result["blocks"] if path.stem == "swap" else ():
+                looks = range(1, 1 + block["windows"] // 8)  # windows add up and are never fewer
+                found |= {(path.stem, about, block["index"], look) for look in looks}
     if (folder / "profile.json").exists():
         run = Profile.load(folder)
         for block in run.blocks:

@@ -31,7 +31,7 @@ SAYS = {  # which of them, by place in the lists above
     "profile": (0, 3),
     "experts": (0, 3),
     "shard": (),
-    "swap": (0, 1, 2),
+    "swap": (1, 2),
     "swap of an encoder": (0,),
     "swap --experts": (0, 1),
     "probe bilinear": (0, 1, 6),
@@ -91,12 +91,15 @@ def test_the_check_above_sees_cut_numbers():
 
 
 def test_wide_terminals_are_told_more():
-    row = render(shown.profile(shown.USUAL), 132)
+    row = render(shown.profile(shown.USUAL), 140)
     narrow = render(shown.profile(shown.USUAL), 80)
     for number in ("12288/12288", "1.5e12", "4.4358"):
         assert whole(number, row)
         assert number not in narrow
     assert "cosine" in render(shown.swap(shown.WILD), 120)
+    assert whole("0.8870", render(shown.swap(shown.USUAL), 80))
+    assert "(+854 % ± " in render(shown.profile(shown.USUAL), 96)  # exp(2.256) - 1, beyond reach
+    assert "+854 %" not in narrow
 
 
 @pytest.mark.parametrize("name", shown.RESULTS)

@@ -283,8 +283,7 @@ def _profile_text(
         if saves.begun:
             say(f"the same command resumes from the last save in {folder}")
         raise
-    read = {name: cut[name] for name in ("window", "bos", "spread")}
-    result.settings.update(read, batch_size=request["batch_size"])
+    result.settings.update(cut, tokens=result.settings["tokens"], batch_size=request["batch_size"])
     result.about.update(about)
     if ranks.rank == 0:
         _save(result, folder, _table(request), as_json)

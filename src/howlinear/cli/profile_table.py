@@ -84,8 +84,9 @@ def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfi
     )
     for line in modules([(b.index, b.path) for b in blocks]):
         write(console, line)
-    expected = (EXPECTED,) if any(finite(b.expected_kl) is not None for b in blocks) else ()
-    inputs = INPUTS if console.width >= 132 else ()
+    known_costs = any(finite(b.expected_kl) is not None for b in blocks)
+    expected = (EXPECTED,) if known_costs and console.width >= 96 else ()
+    inputs = INPUTS if console.width >= 140 else ()
     print_table(console, (*SCORES, *expected, *inputs, KIND), blocks)
     if settings["folds"]:
         reach = number(student(settings["folds"] - 1), 2)
@@ -140,7 +141,7 @@ def expected_cost(b: BlockProfile) -> str:
 
 def _show_expected(console: Console, blocks: list[BlockProfile]) -> None:
     """Which blocks are expected to cost little or much as one matrix."""
-    costs = {b.index: b.expected_kl for b in blocks if finite(b.expected_kl) is not None}
+    costs = {b.index: nats for b in blocks if (nats := finite(b.expected_kl)) is not None}
     low, high = ([i for i, nats in costs.items() if cost_level(nats) == level] for level in (0, 2))
     groups = [f"below {percent(SAFE)} {ranges(low)}"] if low else []
     groups += [f"above {percent(COSTLY)} {ranges(high)}"] if high else []

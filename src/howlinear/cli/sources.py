@@ -94,7 +94,16 @@ class RunSource:
         """Refuse blocks that the run has not measured, before the model is loaded."""
         from howlinear.swapping.maps import measured
 
-        measured(at, {b["index"]: b["path"] for b in self.profile["blocks"]})
+        measured(at, self._paths())
+
+    def indices(self, text: str | None, flag: str) -> tuple[int, ...]:
+        """Blocks that a flag names by indices, such as 3,5,9-12; refused if the run has others."""
+        from howlinear.models.families import depth_indices
+
+        return () if text is None else tuple(depth_indices(text, list(self._paths()), flag))
+
+    def _paths(self) -> dict[int, str]:
+        return {b["index"]: b["path"] for b in self.profile["blocks"]}
 
     def blocks(self, at: str | None = None) -> list[Any]:
         """The model's blocks that the run has measured, or those `at`."""
@@ -134,12 +143,12 @@ class RunSource:
             return cut
         return EvalProtocol.parse(f"windows-{window_length(self.net, self.tokenizer, cut.length)}")
 
-    def held_out(self, part: str, protocol: Any, tokens: int) -> tuple[Any, int]:
-        """Tokens of the text to choose by or to report on, and their bytes."""
+    def held_out(self, part: str, protocol: Any, tokens: int, **order: Any) -> tuple[Any, int]:
+        """Tokens of the text to choose by or to report on, and their bytes; see `held_out_tokens`."""
         from howlinear.losses.protocols import held_out_tokens
 
         text = getattr(self.text, part)()
-        return held_out_tokens(text, self.tokenizer, protocol, tokens, self.bos)
+        return held_out_tokens(text, self.tokenizer, protocol, tokens, self.bos, **order)
 
     def about(self, *parts: str) -> dict[str, Any]:
         """What a result records: model, text and these parts of it, command, versions."""

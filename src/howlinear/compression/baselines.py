@@ -45,15 +45,15 @@ def _swap_costs(
 ) -> dict[str, dict[Block, float]]:
     """What replacing each block alone by plain least squares, or removing it, costs.
 
-    From swap.json if it has all blocks with the same settings: measured on the text reported on,
-    which favours the baselines. Otherwise KL, which needs fewer tokens, on the text for choosing.
+    KL from swap.json if it has all blocks with the same settings and baselines: measured on the text
+    reported on, which favours the baselines. Otherwise KL on the text for choosing.
     """
     for each in folder.sets("swap"):
         with suppress(ValueError, KeyError, TypeError):  # a block without costs
             swaps: dict[int, Any] = records_of(folder.path("swap"), each, BlockSwap)
             return {
-                "swap": {b: float(swaps[b.index].delta_nll_plain) for b in linear},
-                "zero": {b: float(swaps[b.index].delta_nll_zero) for b in linear},
+                "swap": {b: float(swaps[b.index].kl_plain) for b in linear},
+                "zero": {b: float(swaps[b.index].kl_zero) for b in linear},
             }
     variants: list[Variant] = [*linear.items(), *((b, _zero(b)) for b in linear)]
     costs = iter(losses.alone("measuring baselines", variants))

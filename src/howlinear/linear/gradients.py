@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-WINDOWS = 16  # that are kept
-LENGTH = 64  # tokens of each, at most: many short windows rank blocks better than few long ones
+WINDOWS = 8  # that are kept
+LENGTH = 128  # tokens of each, at most: an error counts in the predictions that follow it
 
 
 class GradientSample:

@@ -73,15 +73,26 @@ class TokenScores:
         log_q = logits.to(original.log_p.device, torch.float32).log_softmax(-1)
         nll = _nll(log_q, original.targets, original.cluster)
         agree = log_q.argmax(-1) == original.top
-        # The difference first: equal logits give exactly 0. A token that p rules out adds nothing.
-        kl = log_q.neg_().add_(original.log_p).mul_(original.p)
-        kl = kl.masked_fill_(original.p == 0, 0).sum(-1)
+        kl = _divergence(original, log_q)
         values = torch.stack([torch.ones_like(nll), original.nll, nll, kl, agree], 1)
         self.sums = _added(self.sums, original.cluster, values)
         return self
 
     def comparison(self, protocol: EvalProtocol) -> Comparison:
         return Comparison(protocol, *self.sums.unbind(1))
+
+
+def _divergence(original: Reference, log_q: Tensor) -> Tensor:
+    """(n,) KL of each token, in nats; the memory of log_q (n, vocabulary) is used again.
+
+    The difference comes first: equal logits give exactly 0. Few passes over the vocabulary are made:
+    where p and q rule the same token out, the difference is NaN, and only then is it left out.
+    """
+    off = torch.sub(original.log_p, log_q, out=log_q)
+    kl = torch.einsum("nv,nv->n", original.p, off)
+    if bool(kl.isnan().any()):  # a token that p rules out adds nothing
+        kl = off.mul_(original.p).masked_fill_(original.p == 0, 0).sum(-1)
+    return kl
 
 
 def _nll(log_p: Tensor, targets: Tensor, cluster: Tensor) -> Tensor:
@@ -136,13 +147,18 @@ class _Answer:
     def tokens(self) -> int:
         return int(self.counts.sum())
 
+    @property
+    def clusters(self) -> int:
+        """How many documents or windows have tokens."""
+        return int((self.counts > 0).sum())
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self}>"
 
     def _fields(self, names: str) -> dict[str, Any]:
         about = {"protocol": self.protocol.name, "tokens": self.tokens}
         values = clean({name: getattr(self, name) for name in names.split()})
-        return about | {"clusters": int((self.counts > 0).sum())} | values
+        return about | {"clusters": self.clusters} | values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -178,7 +194,10 @@ class Loss(_Answer):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(_Answer):
-    """Two models on the same tokens: tokens that are hard for both cancel. Sums are by cluster."""
+    """Two models on the same tokens: tokens that are hard for both cancel. Sums are by cluster.
+
+    Comparisons of the same two models on different windows add up with `+`.
+    """
 
     nll: Tensor  # (clusters,) sums of the original's negative log-likelihood
     nll_changed: Tensor
@@ -189,6 +208,18 @@ class Comparison(_Answer):
     kl, kl_se = _estimates(lambda both: both.divergence)  # nats a token
     top1, top1_se = _estimates(lambda both: both.agreement)  # share of the tokens
 
+    def __add__(self, other: Comparison) -> Comparison:
+        a, b = self.sums, other.sums
+        most = max(len(a), len(b))
+        padded = (pad(sums, (0, 0, 0, most - len(sums))) for sums in (a, b))
+        return Comparison(self.protocol, *sum(padded).unbind(1))  # type: ignore[union-attr]
+
+    @property
+    def sums(self) -> Tensor:
+        """(clusters, 5) the fields, as `TokenScores` sums them."""
+        parts = (self.counts, self.nll, self.nll_changed, self.divergence, self.agreement)
+        return torch.stack(parts, 1)
+
     @property
     def original(self) -> Loss:
         return Loss(self.protocol, self.counts, self.nll)
@@ -197,10 +228,10 @@ class Comparison(_Answer):
     def changed(self) -> Loss:
         return Loss(self.protocol, self.counts, self.nll_changed)
 
-    def gain_over(self, other: Comparison) -> tuple[float, float]:
+    def gain_over(self, other: Comparison, by: str = "nll_changed") -> tuple[float, float]:
         """How many nats a token this change is better than another, on the same tokens; and its
-        standard error, paired by cluster."""
-        gain = other.nll_changed - self.nll_changed
+        standard error, paired by cluster. By loss, or by="divergence" from the original."""
+        gain = getattr(other, by) - getattr(self, by)
         return _ratio(gain, self.counts), _spread(_rest(gain, self.counts), self.counts)
 
     @property

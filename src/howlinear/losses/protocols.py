@@ -12,7 +12,7 @@ protocol; results carry its name. `KINDS` lists them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ class EvalProtocol:
         kind, *numbers = self.name.split("-")
         return KINDS[kind, len(numbers)].format(length=self.length, stride=self.stride)
 
+    @property
+    def counted(self) -> int:
+        """Tokens of a whole window that are predicted."""
+        return min(self.stride, self.length - 1)
+
     def cut(self, n: int) -> Iterator[tuple[int, int, int]]:
         """(start, end, first counted token) of each window of n tokens."""
         end = 0
@@ -120,19 +125,38 @@ def protocol_of(ids: WindowsLike, protocol: EvalProtocol | str | None) -> EvalPr
 
 
 def scored_batches(
-    ids: WindowsLike, protocol: EvalProtocol, batch_size: int = 8
+    ids: WindowsLike,
+    protocol: EvalProtocol,
+    batch_size: int = 8,
+    positions: int | None = None,
+    first: int = 0,
 ) -> Iterator[ScoredBatch]:
     """Batches of a stream of tokens (n,), which the protocol cuts; or of windows, as they are.
 
     See `models.forward` for what windows may be. Padding (attention_mask 0) is not counted, nor is
-    the token after it, nor labels of -100.
+    the token after it, nor labels of -100. With `positions`, so many of the tokens to predict are
+    drawn at random in each window, seeded by the window's number; `first` is the first one's number.
     """
     stream = as_stream(ids)
     if stream is not None:
-        yield from _from_stream(stream.cpu(), protocol, batch_size)
-        return
-    for batch in as_windows(ids).batches(batch_size):
-        yield _scored(batch, protocol)
+        batches = _from_stream(stream.cpu(), protocol, batch_size)
+    else:
+        batches = (_scored(batch, protocol) for batch in as_windows(ids).batches(batch_size))
+    for batch in batches:
+        if positions is not None:
+            batch = replace(batch, counted=_drawn(batch.counted, positions, first))
+        first += len(batch.counted)
+        yield batch
+
+
+def _drawn(counted: Tensor, most: int, first: int) -> Tensor:
+    """(B, L - 1) bool: at most so many of the positions that are counted in each window."""
+    drawn = torch.zeros_like(counted)
+    for i, row in enumerate(counted):
+        at = row.nonzero()[:, 0]
+        generator = torch.Generator().manual_seed(first + i)
+        drawn[i, at[torch.randperm(len(at), generator=generator)[:most]]] = True
+    return drawn
 
 
 def _from_stream(ids: Tensor, protocol: EvalProtocol, batch_size: int) -> Iterator[ScoredBatch]:
@@ -183,17 +207,26 @@ def _scored(batch: Batch, protocol: EvalProtocol) -> ScoredBatch:
 
 
 def held_out_tokens(
-    text: Documents, tokenizer: Any, protocol: EvalProtocol, tokens: int, bos: str = "auto"
+    text: Documents,
+    tokenizer: Any,
+    protocol: EvalProtocol,
+    tokens: int,
+    bos: str = "auto",
+    *,
+    positions: int | None = None,
+    nested: bool = False,
 ) -> tuple[dict[str, Tensor], int]:
     """Windows of about `tokens` tokens to predict, spread over the text; their bytes in utf-8.
 
     Where the protocol's windows overlap, labels of -100 mark the tokens that give context alone.
+    `positions` says how many tokens of a window will be predicted, all without it; for `nested` see
+    `cutting.spread_windows`.
     """
     if not text.strip():
         raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
     length, stride = protocol.length, protocol.stride
-    counted = min(stride, length - 1)  # of a window
-    windows = -(-tokens // counted)
+    counted = protocol.counted
+    windows = -(-tokens // min(counted, positions or counted))
     overlapping = stride < length
     sample = cutting.spread_windows(
         text,
@@ -202,6 +235,7 @@ def held_out_tokens(
         tokens=windows * length,
         bos=bos if protocol.name.startswith("windows") else "never",
         stride=stride if overlapping else None,
+        nested=nested,
     )
     ids = sample["input_ids"]
     if overlapping:

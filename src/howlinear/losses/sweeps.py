@@ -28,22 +28,47 @@ from howlinear.models.hooks import swapped, tap
 from howlinear.models.recording import Recording
 from howlinear.records.files import clean
 from howlinear.records.words import escaped
-from howlinear.run.work import Advance, Ranks, Work
+from howlinear.run.work import Advance, Work
 
 ROOM = 2**26  # logits of the original model that are kept to compare variants with
 
 Variant = tuple[Block, Replacement]
+Together = Mapping[Block, Replacement]  # several blocks replaced at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SwapCost:
-    """What one replacement of one block does to the model, and how far it is from the block."""
+    """What one replacement of one block does to the model, and how far it is from the block.
+
+    Costs of the same replacement on different windows add up with `+`.
+    """
 
     block: Block
     change: Comparison | None  # of the model's predictions, where it makes any
-    cosine: float  # mean over rows, of the block's output and the replacement's
-    rmse: float  # of an element of the block's output
-    stream_error: float  # mean over rows of |y - map(x)|^2 / |h|^2; nan where h is not known
+    errors: Tensor  # (5,) sums over rows, see `_Errors`
+
+    def __add__(self, other: SwapCost) -> SwapCost:
+        both = self.change and other.change and self.change + other.change
+        return SwapCost(self.block, both, self.errors + other.errors)
+
+    @property
+    def cosine(self) -> float:
+        """Mean over rows of the cosine of the block's output and the replacement's."""
+        return self._mean(2, 0)
+
+    @property
+    def rmse(self) -> float:
+        """Of an element of the block's output."""
+        return math.sqrt(self._mean(3, 1))
+
+    @property
+    def stream_error(self) -> float:
+        """Mean over rows of |y - map(x)|^2 / |h|^2; nan where h is not known."""
+        return self._mean(4, 0)
+
+    def _mean(self, total: int, number: int) -> float:
+        sums = self.errors.tolist()
+        return sums[total] / sums[number] if sums[number] else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, None for numbers that are not finite."""
@@ -128,31 +153,90 @@ def sweep(
     Progress is in tokens of all variants. Of several ranks each runs some of the batches; all get
     the whole result. `resume=False` runs every layer for every variant: the slow reference.
     """
-    _check_widths(variants)
-    work, protocol, readout = work or Work(), protocol_of(windows, protocol), Readout(model)
-    recording = Recording(model, [block for block, _ in variants])
-    note = _why_whole(recording, readout) if resume else ""
-    resumed = resume and not note
-    scores = [(TokenScores(), _Errors(model, block)) for block, _ in variants]
-    advance = work.begin(label, _tokens(windows) * len(variants) // work.ranks.count)
-    size = max(1, min(work.batch_size, ROOM // (readout.vocabulary * protocol.length)))
-    for number, batch in enumerate(scored_batches(windows, protocol, size)):
-        if not work.ranks.mine(number):
-            continue
-        rows, originals = _original(readout, recording, batch)
-        for (block, replacement), (score, error) in zip(variants, scores, strict=True):
-            watched = error.watching(replacement, rows[block])
-            before = recording.resumed(block) if resumed else nullcontext()
-            with before, swapped(model, {block: watched}):
-                states = batch.rows(readout.states(batch.inputs))
-            for original, part in zip(originals, _parts(batch, readout), strict=True):
-                score.update(original, readout.logits(states[part]))
-            advance(batch.tokens)
-    costs = []
-    for (block, _), (score, error) in zip(variants, scores, strict=True):
-        score.sums = work.ranks.sum(score.sums)
-        costs.append(SwapCost(block, score.comparison(protocol), *error.means(work.ranks)))
-    return Sweep(costs, resumed, note)
+    sweeper = Sweeper(model, [block for block, _ in variants], resume=resume, work=work)
+    costs = sweeper.run(variants, windows, protocol=protocol, label=label)
+    return Sweep(costs, sweeper.resumed, sweeper.note)
+
+
+class Sweeper:
+    """A model made ready to have some of its blocks replaced, in one sweep or in several."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        at: Sequence[Block],
+        *,
+        resume: bool = True,
+        work: Work | None = None,
+    ) -> None:
+        self.model, self.work, self.readout = model, work or Work(), Readout(model)
+        self.recording = Recording(model, at)
+        self.note = _why_whole(self.recording, self.readout) if resume else ""
+        self.resumed = resume and not self.note
+
+    def run(
+        self,
+        variants: Sequence[Variant | Together],
+        windows: WindowsLike,
+        *,
+        protocol: EvalProtocol | str | None = None,
+        positions: int | None = None,
+        first: int = 0,
+        label: str = "swapping",
+    ) -> list[SwapCost]:
+        """The model once as it is, and once with each variant alone; costs in their order.
+
+        For `positions` and `first` see `scored_batches`. Of several blocks that are replaced
+        together, the cost names the first one and has no errors.
+        """
+        changes = [dict(v) if isinstance(v, Mapping) else dict([v]) for v in variants]
+        for change in changes:
+            _check_widths(list(change.items()))
+        protocol, ranks = protocol_of(windows, protocol), self.work.ranks
+        scores = [(TokenScores(), _Errors(self.model, *change)) for change in changes]
+        advance = self.work.begin(label, _tokens(windows) * len(variants) // ranks.count)
+        logits = self.readout.vocabulary * min(protocol.length, positions or protocol.length)
+        size = max(1, min(self.work.batch_size, ROOM // logits))
+        batches = scored_batches(windows, protocol, size, positions, first)
+        for number, batch in enumerate(batches):
+            if not ranks.mine(number):
+                continue
+            rows, originals = self._original(batch, [b for change in changes for b in change])
+            for change, (score, error) in zip(changes, scores, strict=True):
+                states = self._changed(batch, error.watching(change, rows))
+                for original, part in zip(originals, self._parts(batch), strict=True):
+                    score.update(original, self.readout.logits(states[part]))
+                advance(batch.tokens)
+        costs = []
+        for change, (score, error) in zip(changes, scores, strict=True):
+            score.sums = ranks.sum(score.sums)
+            errors = ranks.sum(error.sums[None])[0]
+            costs.append(SwapCost(next(iter(change)), score.comparison(protocol), errors))
+        return costs
+
+    def _original(
+        self, batch: ScoredBatch, at: Sequence[Block]
+    ) -> tuple[dict[Block, Rows], list[Reference]]:
+        """The blocks' rows and the unchanged model's predictions of one batch."""
+        rows: dict[Block, Rows] = {}
+        at = list(dict.fromkeys(at))
+        with self.recording.recording(), tap(self.model, rows.__setitem__, at=at):
+            states = batch.rows(self.readout.states(batch.inputs))
+        targets, cluster = batch.targets, batch.cluster
+        return rows, [
+            reference(self.readout.logits(states[part]), targets[part], cluster[part])
+            for part in self._parts(batch)
+        ]
+
+    def _changed(self, batch: ScoredBatch, change: dict[Block, Replacement]) -> Tensor:
+        """(n, d), the states that predict, with blocks replaced; layers before them do not run."""
+        first = min(change, key=lambda block: block.index)
+        before = self.recording.resumed(first) if self.resumed else nullcontext()
+        with before, swapped(self.model, change):
+            return batch.rows(self.readout.states(batch.inputs))
+
+    def _parts(self, batch: ScoredBatch) -> Iterator[slice]:
+        return chunks(int(batch.counted.sum()), self.readout.vocabulary)
 
 
 def _why_whole(recording: Recording, readout: Readout) -> str:
@@ -184,26 +268,8 @@ def map_errors(
         errors[block].update(rows, maps[block](rows.x))
 
     run_rows(model, windows, receive, at=list(maps), work=work, label="comparing")
-    return [SwapCost(block, None, *errors[block].means(work.ranks)) for block in maps]
-
-
-def _original(
-    readout: Readout, recording: Recording, batch: ScoredBatch
-) -> tuple[dict[Block, Rows], list[Reference]]:
-    """The blocks' rows and the unchanged model's predictions of one batch."""
-    rows: dict[Block, Rows] = {}
-    at = list(recording.before)
-    with recording.recording(), tap(recording.model, rows.__setitem__, at=at):
-        states = batch.rows(readout.states(batch.inputs))
-    targets, cluster = batch.targets, batch.cluster
-    return rows, [
-        reference(readout.logits(states[part]), targets[part], cluster[part])
-        for part in _parts(batch, readout)
-    ]
-
-
-def _parts(batch: ScoredBatch, readout: Readout) -> Iterator[slice]:
-    return chunks(int(batch.counted.sum()), readout.vocabulary)
+    sums = {block: work.ranks.sum(error.sums[None])[0] for block, error in errors.items()}
+    return [SwapCost(block, None, sums[block]) for block in maps]
 
 
 def _check_widths(variants: Sequence[Variant]) -> None:
@@ -217,23 +283,33 @@ def _check_widths(variants: Sequence[Variant]) -> None:
 
 
 class _Errors:
-    """How far a replacement is from its block, summed over the rows it is run on."""
+    """How far a replacement is from its block, summed over the rows it is run on.
 
-    def __init__(self, model: nn.Module, block: Block) -> None:
+    Nothing is summed for several blocks that are replaced together.
+    """
+
+    def __init__(self, model: nn.Module, block: Block, *others: Block) -> None:
         self.out_norm = model.get_submodule(block.out_norm) if block.out_norm else None
+        self.alone = not others
         # rows, elements, cosines, squared errors, squared errors over the stream's squared norm
         self.sums = torch.zeros(5, dtype=torch.float64)
 
-    def watching(self, replacement: Replacement, rows: Rows) -> Replacement:
-        """The replacement, which also adds its errors on these rows when it runs."""
+    def watching(
+        self, change: Mapping[Block, Replacement], rows: Mapping[Block, Rows]
+    ) -> dict[Block, Replacement]:
+        """The replacements; one alone also adds its errors on these rows when it runs."""
+        if not self.alone:
+            return dict(change)
+        ((block, replacement),) = change.items()
+        theirs = rows[block]
 
         def run(x: Tensor) -> Tensor:
             guess = replacement(x)
-            if guess.shape[-1] == rows.y.shape[-1]:  # another width is refused by `swapped`
-                self.update(rows, guess)
+            if guess.shape[-1] == theirs.y.shape[-1]:  # another width is refused by `swapped`
+                self.update(theirs, guess)
             return guess
 
-        return run
+        return {block: run}
 
     def update(self, rows: Rows, guess: Tensor) -> None:
         y, guess = rows.y, guess.detach().reshape(-1, guess.shape[-1])
@@ -247,13 +323,6 @@ class _Errors:
                 y, guess = self.out_norm(rows.y), self.out_norm(guess.to(rows.y))
             stream = _total((y - guess).float().square().sum(1) / rows.stream)
         self.sums += torch.tensor([len(y), y.numel(), cosine, squares, stream], dtype=torch.float64)
-
-    def means(self, ranks: Ranks) -> tuple[float, float, float]:
-        """(cosine, rmse, stream_error) over the rows of all ranks."""
-        n, elements, cosine, squares, stream = ranks.sum(self.sums[None])[0].tolist()
-        if not n:
-            return math.nan, math.nan, math.nan
-        return cosine / n, math.sqrt(squares / elements), stream / n
 
 
 def _total(values: Tensor) -> float:

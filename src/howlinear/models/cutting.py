@@ -2,6 +2,7 @@
 
     windows(text.fit, tokenizer, 512, tokens=4096)          # (n, 512), the first tokens of the text
     spread_windows(text.fit, tokenizer, 512, tokens=4096)   # {"input_ids": ..., "document": (n,)}
+    spread_windows(text.report(), tokenizer, 128, tokens=4096, nested=True)     # see `spread_order`
 
 Profiles and held-out samples are spread over the whole text: a few articles in a row say little
 about the others. The paper's protocol reads the first tokens.
@@ -70,16 +71,18 @@ def spread_windows(
     tokens: int | None = None,
     bos: str = "auto",
     stride: int | None = None,
+    nested: bool = False,
 ) -> dict[str, "torch.Tensor"]:
     """Windows evenly spaced over the whole text, as many as `tokens` tokens have; all if None.
 
     {"input_ids": (n, length), "document": (n,)}, as `profile` takes them: the number of the document in
     which each window begins, where documents are known. They are some of the windows that the whole
     text has, one every `stride` tokens (by default one after the other). Of a text of more than `LONG`
-    characters, and more than 16 for each token, excerpts stand for the whole.
+    characters, and more than 16 for each token, excerpts stand for the whole. With `nested` they come in
+    the order of `spread_order`, out of `LONG` characters at most: fewer tokens give the first of the same windows.
     """
     frame, pieces = _Frame.of(tokenizer, length, bos), text.pieces()
-    long = len(text) if tokens is None else max(LONG, 16 * tokens)
+    long = len(text) if tokens is None else max(LONG, 0 if nested else 16 * tokens)
     if len(text) > long:
         size = long // EXCERPTS
         starts = [i * (len(text) - size) // (EXCERPTS - 1) for i in range(EXCERPTS)]
@@ -89,8 +92,15 @@ def spread_windows(
     step = stride or frame.room
     every = frame.fitting(len(stream), step, tokens)
     count = min(every, frame.wanted(tokens) or every)
-    firsts = [(2 * i + 1) * every // (2 * count) * step for i in range(count)]
+    even = [(2 * i + 1) * every // (2 * count) for i in range(count)]
+    firsts = [i * step for i in (spread_order(every)[:count] if nested else even)]
     return {"input_ids": frame.cut(stream, firsts)} | _numbers(sizes, firsts)
+
+
+def spread_order(n: int) -> list[int]:
+    """0 to n - 1, ordered such that every beginning is spread over all: by the bits read backwards."""
+    bits = max(n - 1, 0).bit_length()
+    return sorted(range(n), key=lambda i: f"{i:0{bits}b}"[::-1])
 
 
 def _numbers(sizes: Sequence[int], firsts: Sequence[int]) -> dict[str, "torch.Tensor"]:

@@ -428,21 +428,21 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def depth_indices(text: str, there: Sequence[int]) -> list[int]:
+def depth_indices(text: str, there: Sequence[int], flag: str = "--blocks") -> list[int]:
     """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12; all must be `there`."""
     chosen: set[int] = set()
     for part in text.replace(",", " ").split():
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ValueError(f"--blocks {text!r}: {part!r} is no index and no range such as 9-12")
+            raise ValueError(f"{flag} {text!r}: {part!r} is no index and no range such as 9-12")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ValueError(f"--blocks {text!r}: {part!r} ends before it begins")
+            raise ValueError(f"{flag} {text!r}: {part!r} ends before it begins")
         if last > max(there) or not set(there).issuperset(range(first, last + 1)):
             raise ValueError(
-                f"--blocks {text!r}: {part!r} is not among the blocks, which are {ranges(there)}"
+                f"{flag} {text!r}: {part!r} is not among the blocks, which are {ranges(there)}"
             )
         chosen.update(range(first, last + 1))
     if not chosen:
-        raise ValueError(f"--blocks {text!r} names no block; write indices such as 3,5,9-12")
+        raise ValueError(f"{flag} {text!r} names no block; write indices such as 3,5,9-12")
     return sorted(chosen)

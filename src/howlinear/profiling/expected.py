@@ -8,7 +8,7 @@ Notation: e_t the error of the map at token t, g_t a gradient of the predictions
 (`profiling.gradients`), q_t = (g_t . e_t)^2 / 2: on average, for small errors, the KL divergence that the
 token's error causes, in nats. The divergence of one prediction is bounded, so that a token counts
 LIMIT (1 - exp(-q_t / LIMIT)): q_t while it is small, LIMIT at most. A few tokens with huge errors would
-otherwise rule the mean.
+otherwise decide the mean. Products of errors at different positions are left out; TOGETHER stands for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from howlinear.linear.solving import solve
 from howlinear.linear.stores import BlockStore, OutNorm
 from howlinear.records.statistics import ratio
 
-LIMIT = 4.0  # nats that the error of one token may cost
+LIMIT = 8.0  # nats that the error of one token may cost
+TOGETHER = (
+    1.2  # cost of all errors of a window over the sum of each error's own, see docs/fields.md
+)
 UNITS = (0, 1, 2, 4)  # sink units that a map may keep
 
 
@@ -45,7 +48,7 @@ def expected_kl(sample: GradientSample, guess: Tensor, norm: OutNorm | None = No
     y, guess = sample.y.double(), guess.double()
     error = guess - y if norm is None else norm(guess) - norm(y)
     q = (sample.gradient.double() * error).sum(1).square() / 2
-    cost = -LIMIT * torch.expm1(-q / LIMIT)
+    cost = -TOGETHER * LIMIT * torch.expm1(-q / LIMIT)
     clusters, number = sample.cluster.unique(return_inverse=True)
     sums = torch.zeros(len(clusters), 2, dtype=torch.float64)
     sums.index_add_(0, number, torch.stack([cost, torch.ones_like(cost)], 1))

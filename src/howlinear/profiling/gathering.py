@@ -147,6 +147,7 @@ def profile_shard(
         "tokens": text.tokens,
         "read": sum(batch.tokens for batch in batches if course.in_shard(batch.number)),
         "shard": list(course.shard),
+        "no_expected_kl": scope.why_unexpected(model, text, course) or None,
     }
     return Shard(places, settings)
 

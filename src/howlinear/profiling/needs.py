@@ -96,7 +96,8 @@ def profile_needs(
         weights = max(_elements(layer) for layer in layers) + _embedding(model)
     else:
         groups, weights = _groups(at, together or len(at)), _elements(model)
-    sums = [moments_bytes(group, windows, folds, solver) for group in groups if group]
+    sampled = 0 if layerwise else gradient_rows(model, windows, length)
+    sums = [moments_bytes(group, windows, folds, solver, sampled) for group in groups if group]
     item = next(model.parameters()).element_size()
     passes = 1 if layerwise else len(groups)
     return Needs(
@@ -105,7 +106,7 @@ def profile_needs(
         weights=item * weights,
         moments=max(memory for memory, _ in sums),
         activations=item * batch_size * length * (8 * width + 3 * _inner_width(model, width)),
-        kept=moments_bytes(at, windows, folds, solver)[1],
+        kept=moments_bytes(at, windows, folds, solver, sampled)[1],
         states=2 * item * tokens * width if layerwise else 0,
         saves=2 * max(disk for _, disk in sums),
         passes=passes,
@@ -133,7 +134,8 @@ def plan_profile(
     if course.saves and course.saves.begun:
         together = course.saves.together or together
     elif free is not None and not course.layerwise:
-        together = most_together(at, windows, folds, course.solver, free)
+        sampled = gradient_rows(model, windows, ids.shape[1])
+        together = most_together(at, windows, folds, course.solver, free, sampled)
     together = min(course.ranks.gather(together))  # all ranks read the same groups
     needs = profile_needs(
         model,
@@ -149,12 +151,15 @@ def plan_profile(
     return needs, together
 
 
-def most_together(at: Sequence[Block], windows: int, folds: int, solver: str, memory: int) -> int:
+def most_together(
+    at: Sequence[Block], windows: int, folds: int, solver: str, memory: int, sampled: int
+) -> int:
     """The number of blocks whose moments fit into memory at once; at least one."""
     for passes in range(1, len(at) + 1):
         count = -(-len(at) // passes)
         groups = _groups(at, count)
-        if max(moments_bytes(group, windows, folds, solver)[0] for group in groups) <= memory:
+        needed = (moments_bytes(group, windows, folds, solver, sampled)[0] for group in groups)
+        if max(needed) <= memory:
             return count
     return 1
 
@@ -202,6 +207,12 @@ def _forward(model: nn.Module, tokens: int, length: int) -> int:
     return int(tokens * (total + 2 * length * heads * head * layers))
 
 
+def gradient_rows(model: nn.Module, windows: int, length: int) -> int:
+    """Rows that are kept with their gradients, see `gradients`; 0 without a language-model head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return 0 if head is None else min(windows, WINDOWS) * (min(length, LENGTH) - 1)
+
+
 def _row(block: Block) -> int:
     """Multiply-adds of one row's products."""
     return Moments(block.d_in + (MOST if block.down else 0), block.d_out).size
@@ -214,9 +225,12 @@ def _solving(block: Block, folds: int) -> int:
 
 
 def moments_bytes(
-    at: Sequence[Block], windows: int, folds: int, solver: str = "moments"
+    at: Sequence[Block], windows: int, folds: int, solver: str = "moments", sampled: int = 0
 ) -> tuple[int, int]:
-    """Memory to hold and solve the moments of these blocks, and disk for moments and maps."""
+    """Memory to hold and solve the moments of these blocks, and disk for moments and maps.
+
+    `sampled` rows of each block are kept with their gradients.
+    """
     size = work = 0
     for block in at:
         d = block.d_in + (MOST if block.down else 0)
@@ -224,7 +238,7 @@ def moments_bytes(
         each = 8 * SOLVERS[solver](d, block.d_out).size
         rows = min(4 * windows * width, folds * each)  # first positions
         sample = 4 * SAMPLE * width if block.stream else 0
-        sample += 4 * min(windows, WINDOWS) * LENGTH * (width + block.d_out)  # gradients
+        sample += 4 * sampled * (width + block.d_out)
         size += folds * each + rows + sample + 8 * d * block.d_out
         work = max(work, 2 * each + 80 * width * width)  # factoring one block
     return size + work * (1 if is_wide(at) else torch.get_num_threads()), size

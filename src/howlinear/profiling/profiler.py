@@ -170,9 +170,8 @@ def profile(
     out. `experts` measures each expert of a mixture too: on the tokens "routed" to it, or on "all".
     `signal` estimates what a swap costs, by a backward pass over 1024 tokens: `expected_kl`, None layer by
     layer, offloaded, without a next-token loss, and for inputs other than repeatable token ids.
-    `batch_size` (8) is in windows. `course` is how the work is carried out, see
-    `Course`: solver, precision, seed, processes, saves. `progress` is called with
-    the number of tokens of each batch done.
+    `batch_size` (8) is in windows. `course` is how the work is carried out: solver, precision, seed,
+    processes, saves. `progress` is called with the number of tokens of each batch done.
     """
     text, course = as_windows(windows), course_with(course, batch_size, progress)
     at = blocks(model, at) if at is None or isinstance(at, str) else list(at)

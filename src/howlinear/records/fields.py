@@ -16,7 +16,7 @@ from typing import Any, Self
 
 TYPES: dict[str, Any] = {"int": int, "float": int | float, "str": str, "dict": dict, "list": list}
 LARGEST = 1e100  # far above every measurement; squares of larger numbers overflow
-COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout")
+COUNTS = ("index", "d_in", "d_out", "effective_rank", "input_rank", "n_fit", "n_heldout", "windows")
 
 
 class Record:
@@ -133,14 +133,21 @@ class BlockSwap(Record):
     path: str
     units: list[int]
     weighting: str
+    verdict: str | None
+    kl: float | None
+    kl_se: float | None
     delta_nll: float | None
     delta_nll_se: float | None
     delta_ppl: float | None
     delta_ppl_se: float | None
-    kl: float | None
-    kl_se: float | None
     top1: float | None
     top1_se: float | None
+    tokens: int
+    windows: int
+    clusters: int
+    kl_plain: float | None
+    kl_zero: float | None
+    kl_mean: float | None
     delta_nll_plain: float | None
     delta_nll_zero: float | None
     delta_nll_mean: float | None
@@ -152,7 +159,6 @@ class BlockSwap(Record):
     stream_error: float | None
     params_saved: int
     multiply_adds_saved: int | None
-    expected_kl: float | None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
@@ -167,6 +167,7 @@ def jackknife(
     return Estimate(value, se * slope, back(scale(value) - reach), back(scale(value) + reach))
 
 
+@cache
 def student(freedom: int, level: float = 0.95) -> float:
     """t such that `level` of Student's distribution lies within +-t, by bisection."""
     low, high = 0.0, math.pi / 2

@@ -17,8 +17,8 @@ PROFILED = (
     *("residual_norm", "output_norm"),
 )
 SWAPPED = (
-    *("units", "delta_nll", "delta_nll_se", "delta_nll_plain", "delta_nll_zero", "delta_nll_mean"),
-    *("delta_ppl", "delta_ppl_se", "kl", "top1", "cosine", "params_saved"),
+    *("units", "kl", "kl_se", "kl_plain", "kl_zero", "kl_mean", "delta_nll", "delta_nll_se"),
+    *("delta_ppl", "delta_ppl_se", "top1", "tokens", "cosine", "params_saved"),
 )
 
 
@@ -30,8 +30,10 @@ COLUMNS = {
     "feature": "median R2 of an output feature",
     "rank": "effective rank",
     "expected ± se": "expected growth of perplexity by plain least squares, from the profile alone",
-    "swap ± se": "growth of perplexity when replaced",
+    "KL ± se": "divergence of the predictions when replaced, nats per token",
     "plain": "the same by plain least squares, no hidden units kept",
+    "perplexity": "growth of perplexity when replaced",
+    "tokens": "tokens that the swap was measured on",
 }
 
 
@@ -39,7 +41,8 @@ def _columns(b: BlockProfile, s: BlockSwap | None) -> list[tuple[object, object]
     """The number by which each column is sorted, and its text."""
     r2_se = "" if finite(b.r2_se) is None else f" ± {number(b.r2_se)}"
     median, rank = finite(b.r2_feature.get("median")), b.effective_rank
-    cost, plain = (s.delta_nll, s.delta_nll_plain) if s else (None, None)
+    kl, plain, growth = (s.kl, s.kl_plain, s.delta_nll) if s else (None, None, None)
+    kl_se = "" if s is None or finite(s.kl_se) is None else f" ± {number(s.kl_se, 4)}"
     expected = finite(b.expected_kl)
     return [
         (b.r2, joined(number(b.r2) + r2_se, _bar(b.r2))),
@@ -48,8 +51,10 @@ def _columns(b: BlockProfile, s: BlockSwap | None) -> list[tuple[object, object]
         (median, number(median)),
         (rank, cell_text(rank)),
         (expected, percent(expected) + percent_se(expected, b.expected_kl_se)),
-        (cost, percent(cost) + percent_se(cost, s.delta_nll_se if s else None)),
-        (plain, percent(plain)),
+        (kl, number(finite(kl), 4) + kl_se),
+        (plain, number(finite(plain), 4)),
+        (growth, percent(growth) + percent_se(growth, s.delta_nll_se if s else None)),
+        (s.tokens if s else None, cell_text(s.tokens if s else None)),
     ]
 
 

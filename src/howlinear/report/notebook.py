@@ -17,7 +17,7 @@ from howlinear.report.svg import standalone
 
 SHOWN = {  # columns by kind of result; other kinds show their first fields with plain values
     "profile": "index path r2 r2_se r2_body r2_scalar effective_rank expected_kl kind",
-    "swap": "index path delta_ppl delta_ppl_se delta_ppl_plain delta_ppl_zero kl top1 params_saved",
+    "swap": "index path verdict kl kl_se kl_plain delta_ppl delta_ppl_se tokens params_saved",
     "compress": "index path replaced rank parameters parameters_left",
 }
 COLUMNS, ROWS = 10, 200  # at most

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from howlinear.records.fields import BlockProbe
-from howlinear.records.verdicts import COSTLY, SAFE
+from howlinear.records.verdicts import COSTLY, SAFE, UNDECIDED, costly_from
 from howlinear.records.words import number, percent, plural, ranges
 from howlinear.report.markup import Markup, definitions, joined, scrolled, table, tag
 from howlinear.report.runs import Run, inside, listed
 from howlinear.report.verdicts import MEASURED, SAFE_WORDS, verdict
 
 PHRASES = {
-    "safe": f"can become one matrix for less than {percent(SAFE)[1:]} more perplexity",
+    "safe": "can become one matrix for less than {safe:.3g} nats per token",
     "safe with units": "can with hidden units kept",
-    "safe so far": "seem so, but may cost more within two standard errors",
-    "costly": f"cost {percent(COSTLY)[1:]} or more",
+    "some cost": "cost more than that",
+    "costly": "cost {costly:.3g} nats or more",
+    "undecided": "are undecided",
 }
 WHERE = (
     "The first position's share of the squared residual and of the rows, and the tokens with the "
@@ -34,11 +35,15 @@ WORDS = {
     "feature": "the median R2 of an output feature. Where it is far below R2, a few large features carry R2.",
     "rank": "the smallest rank of a matrix that reaches 90 % of R2.",
     "signal": "the expected cost of a swap, in nats per token, from one backward pass.",
-    "swap": "the growth of perplexity when the map replaces this block alone, on text that was used "
-    "neither to fit nor to choose; both models read the same tokens.",
-    "verdict": f"safe: the cost is below {SAFE:g} nats per token ({percent(SAFE)} perplexity) with two "
-    f"standard errors added; safe so far: only without them. costly: {COSTLY:g} nats ({percent(COSTLY)}) or "
-    "more. Blocks were replaced one at a time: costs of several do not simply add up.",
+    "KL": "the divergence of the predictions from the original's, in nats per token, when the map replaces "
+    "this block alone, on text that was used neither to fit nor to choose. Where the model is calibrated, "
+    "perplexity grows by as much: 0.03 nats are 3 %.",
+    "perplexity": "its growth on the same tokens. It also depends on which words followed there, so for cheap "
+    "blocks it is less certain than KL.",
+    "verdict": f"by the 99.5 % interval of KL. safe: below {SAFE:g} nats per token ({percent(SAFE)} perplexity), "
+    f"unless --safe says otherwise; costly: {COSTLY:g} nats ({percent(COSTLY)}) or more, in the same ratio; "
+    "undecided: the interval holds a threshold, or there are fewer than 16 windows. Blocks were replaced "
+    "one at a time: costs of several do not simply add up.",
 }
 REMARK = (
     "R2 does not predict which blocks are safe to replace: the cost of a swap depends on how much the "
@@ -79,13 +84,15 @@ def _swaps(run: Run) -> str:
     by_word: dict[str, list[int]] = {}
     for b in run.blocks:
         by_word.setdefault(verdict(b, run.swaps.get(b.index))[0], []).append(b.index)
+    safe = inside(run.swap, "settings", "safe") or SAFE
+    limits = {"safe": safe, "costly": costly_from(safe)}
     parts = [
-        f"{len(by_word[word])} {phrase} ({_listed(by_word[word])})"
+        f"{len(by_word[word])} {phrase.format(**limits)} ({_listed(by_word[word])})"
         for word, phrase in PHRASES.items()
         if word in by_word
     ]
     count = sum(len(by_word.get(word, [])) for word in MEASURED)
-    return f"Of {count} swapped one at a time, {'; '.join(parts) or 'all cost something'}."
+    return f"Of {count} swapped one at a time, {'; '.join(parts)}." if count else ""
 
 
 def tiles(run: Run) -> Markup:
@@ -94,8 +101,8 @@ def tiles(run: Run) -> Markup:
     measured = sum(word in MEASURED for word in words)
     facts = [(number(mean, 2), "mean R2 over blocks"), (str(len(run.blocks)), "blocks")]
     if measured:
-        safe, so_far = sum(w in SAFE_WORDS for w in words), words.count("safe so far")
-        more = f", {so_far} more so far" if so_far else ""
+        safe, open_ones = sum(w in SAFE_WORDS for w in words), words.count(UNDECIDED)
+        more = f", {open_ones} undecided" if open_ones else ""
         facts.append((f"{safe} of {measured}", f"safe to replace, alone{more}"))
     base, tokens = (inside(run.swap, "base", k) for k in ("perplexity", "tokens"))
     if base is not None:

@@ -42,8 +42,8 @@ from howlinear.records.verdicts import cost_in_words
 MEASURED = ("profile", "shard")
 #: What other commands add. A new profile in the same folder removes it, with --overwrite alone.
 DERIVED = ("swap", "swap-experts", "probe", "plan", "compress", "control-*")
-#: Settings that change how fast a result is measured, not what it says.
-COURSE = ("batch_size", "resumed")
+#: Settings that change how fast or how long a result is measured, or its words: not its numbers.
+COURSE = ("batch_size", "resumed", "ceiling", "safe")
 #: What a result says about its making, beside its settings.
 MADE_BY = ("command", "versions")
 #: What must be the same for a model to be the run's.
@@ -294,11 +294,15 @@ def with_blocks(before: Mapping[str, Any], data: Mapping[str, Any]) -> list[dict
 
 
 def _alike(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """The same settings, text, weights and version; the same loss of the unchanged model, if known."""
+    """The same settings, text, weights and version; the same loss of the unchanged model, where both
+    know it on as many tokens."""
     if _measured_with(one) != _measured_with(two):
         return False
-    nats = [d["base"].get("nats") for d in (one, two) if isinstance(d.get("base"), Mapping)]
-    return len(nats) < 2 or None in nats or math.isclose(*nats, rel_tol=1e-5)
+    bases = [d["base"] for d in (one, two) if isinstance(d.get("base"), Mapping)]
+    nats, tokens = ([base.get(name) for base in bases] for name in ("nats", "tokens"))
+    if len(bases) < 2 or None in nats or tokens[0] != tokens[1]:
+        return True
+    return math.isclose(*nats, rel_tol=1e-5)
 
 
 def _says_all(data: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

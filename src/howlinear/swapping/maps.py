@@ -111,11 +111,9 @@ class RunMaps:
             self.fitted[key] = fitted.to(self.like)
         return self.fitted[key]
 
-    def gain(self, block: Block) -> float:
-        """Share of the fit's squared error that keeping the most units removes."""
-        rows = self._rows(block)
-        plain, with_units = (_fitted(rows, block.d_in + k)[1] for k in (0, self.ladder(block)[-1]))
-        return 1 - with_units / plain if plain > 0 else 0.0
+    def squared_error(self, block: Block, k: int) -> float:
+        """The fit's sum of squared errors with the first k sink units kept."""
+        return _fitted(self._rows(block), block.d_in + k)[1]
 
     def plain(self, block: Block) -> Affine:
         """Least squares without units or weights: the map that the run saved."""
@@ -124,11 +122,10 @@ class RunMaps:
         return self.saved[block.index]
 
     def baselines(self, block: Block) -> dict[str, Replacement]:
-        """What a map has to beat: plain least squares, zero, and the mean output."""
+        """What a map has to beat: zero, and the mean output."""
         parts = read_moments(self.folder, self.records[block.index])
         mean = merged([*parts["body"], *parts["first"]]).mean_y.to(self.like)
         return {
-            "plain": self.plain(block),
             "zero": lambda x: x.new_zeros(*x.shape[:-1], block.d_out),
             "mean": lambda x: mean.to(x).expand(*x.shape[:-1], block.d_out),
         }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from howlinear.records.fields import BlockProfile, BlockSwap
-from howlinear.records.words import finite, number, percent, percent_se
+from howlinear.records.words import compact, finite, number
 from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor, reach
 from howlinear.report.figure import Choice, Figure, key, looks, run_dot
 from howlinear.report.runs import Run
@@ -19,11 +18,11 @@ READING = (
     "never below R2. Triangles at an edge lie beyond it."
 )
 COSTS = (
-    " Below, on a log scale: growth of perplexity when the map replaces this block alone (filled), "
-    "and with plain least squares and no hidden units kept (open)."
+    " Below, on a log scale: KL divergence of the predictions, in nats per token, when the map replaces "
+    "this block alone (filled), and with plain least squares and no hidden units kept (open)."
 )
 UNTRAINED = " Grey: the range of the same architecture untrained."
-COLUMNS = ("run", "block", "R2", "se", "body", "scalar", "cost, nats", "se", "plain, nats")
+COLUMNS = ("run", "block", "R2", "se", "body", "scalar", "KL, nats", "se", "plain, nats")
 SERIES = (("R2", "", "main"), ("body", "dash", "body"), ("scalar", "dots", "scalar"))
 
 
@@ -31,7 +30,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     measured = [run for run in runs if run.blocks]
     if not measured:
         return None
-    swapped = any(s.delta_nll is not None for run in runs for s in run.swaps.values())
+    swapped = any(s.kl is not None for run in runs for s in run.swaps.values())
     canvas = Canvas(WIDTH, 470 if swapped else 330)
     models, depths = {run.model for run in measured}, {run.blocks[-1].index for run in measured}
     relative = len(models) > 1 and len(depths) > 1
@@ -99,45 +98,40 @@ def _with_se(value: float, se: float | None) -> str:
     return number(value) + ("" if finite(se) is None else f" ± {number(se)}")
 
 
-def growth(nats: float) -> float:
-    """A cost in nats per token as growth of perplexity, in percent."""
-    return 100 * math.expm1(min(nats, 60.0))
-
-
 def cost_ends(costs: Sequence[float | None]) -> tuple[float, float]:
-    """Ends of a log scale of growth in percent for costs in nats: from 0.01 % on, a decade or more."""
-    known = [growth(c) for cost in costs if (c := finite(cost)) is not None]
-    low, high = reach(known, log=True)
-    low = max(low, 0.01)
+    """Ends of a log scale of costs in nats: from 0.0001 on, a decade or more."""
+    low, high = reach([c for cost in costs if (c := finite(cost)) is not None], log=True)
+    low = max(low, 1e-4)
     return low, max(high, 10 * low)
 
 
 def _costs(canvas: Canvas, x: Scale, runs: Sequence[Run], relative: bool, axis: str) -> None:
     swaps = [s for run in runs for s in run.swaps.values()]
-    low, high = cost_ends([c for s in swaps for c in (s.delta_nll, s.delta_nll_plain)])
+    low, high = cost_ends([c for s in swaps for c in (s.kl, s.kl_plain)])
     panel = Panel(canvas, x, Scale(low, high, 425, 305, log=True))
-    panel.frame(axis, "perplexity, + %")
+    panel.frame(axis, "KL, nats")
     for run in runs:
         for s in run.swaps.values():
             _cost(panel, run, s, run.depth(s.index, relative))
 
 
 def _cost(panel: Panel, run: Run, s: BlockSwap, x: float) -> None:
-    plain, cost, se = (finite(v) for v in (s.delta_nll_plain, s.delta_nll, s.delta_nll_se))
+    plain, cost, se = (finite(v) for v in (s.kl_plain, s.kl, s.kl_se))
     if plain is not None and s.units:
-        about = f"block {s.index}: plain least squares {percent(plain)}"
-        run_dot(panel, run, (x, growth(plain)), about, mode="open")
+        about = f"block {s.index}: plain least squares {compact(plain)} nats"
+        run_dot(panel, run, (x, plain), about, mode="open")
     if cost is None:
         return
     if se is not None:
         colour, _ = looks(run.number)
-        panel.whisker(x, growth(cost - se), growth(cost + se), colour, run.part)
-    about = f"block {s.index}: perplexity {percent(cost)}{percent_se(cost, se)}"
+        panel.whisker(x, cost - se, cost + se, colour, run.part)
+    error = "" if se is None else f" ± {compact(se)}"
+    about = f"block {s.index}: KL {compact(cost)}{error} nats"
     about += f", {len(s.units)} hidden units kept" if s.units else ", one matrix"
-    run_dot(panel, run, (x, growth(cost)), about)
+    run_dot(panel, run, (x, cost), about)
 
 
 def _row(run: Run, b: BlockProfile) -> tuple[object, ...]:
     s = run.swaps.get(b.index)
-    costs = (s.delta_nll, s.delta_nll_se, s.delta_nll_plain) if s else (None, None, None)
+    costs = (s.kl, s.kl_se, s.kl_plain) if s else (None, None, None)
     return (run.name, b.index, b.r2, b.r2_se, b.r2_body, b.r2_scalar, *costs)

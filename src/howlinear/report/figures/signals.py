@@ -7,10 +7,10 @@ from typing import Any
 
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, spearman
-from howlinear.records.words import compact, finite, number, percent
+from howlinear.records.words import compact, finite, number
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.figure import Figure, run_dot
-from howlinear.report.figures.depth import cost_ends, growth
+from howlinear.report.figures.depth import cost_ends
 from howlinear.report.runs import Run
 
 Signal = Callable[[BlockProfile], float | None]
@@ -23,7 +23,7 @@ SIGNALS: dict[str, Signal] = {
 }
 READING = (
     "Each panel shows one number of the profile, which needs no swap, against the measured cost of the "
-    "swap by plain least squares, both on log scales. ρ is the rank correlation: 1 orders the blocks "
+    "swap by plain least squares (KL), both on log scales. ρ is the rank correlation: 1 orders the blocks "
     "perfectly, 0 not at all. The table has its 95 % interval over blocks; below 8 blocks there is none."
 )
 W, H, GAP = 190, 150, 66
@@ -45,10 +45,10 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         panel = Panel(canvas, *scales)
         ranked = [_ranked(run, points) for run in runs if any(p[0] is run for p in points)]
         rho = ", ".join(number(row[1], 2, "+") for row in ranked)
-        panel.frame(name, "perplexity, + %" if n % 3 == 0 else "", f"ρ = {rho}")
+        panel.frame(name, "KL, nats" if n % 3 == 0 else "", f"ρ = {rho}")
         for run, block, signal, cost in points:
-            about = f"block {block}: {name} {compact(signal)}, cost {percent(cost)}"
-            run_dot(panel, run, (signal, growth(cost)), about, size=2.8)
+            about = f"block {block}: {name} {compact(signal)}, KL {compact(cost)} nats"
+            run_dot(panel, run, (signal, cost), about, size=2.8)
         rows += [(run_name, name, *numbers) for run_name, *numbers in ranked]
     columns = ("run", "signal", "rank correlation with cost", "low", "high", "blocks")
     return Figure("signals", "Which signal predicts the cost", READING, canvas, columns, rows)
@@ -60,7 +60,7 @@ def _points(runs: Sequence[Run], signal_of: Signal) -> list[Point]:
     for run in runs:
         for b in run.blocks:
             s = run.swaps.get(b.index)
-            signal, cost = finite(signal_of(b)), finite(s.delta_nll_plain) if s else None
+            signal, cost = finite(signal_of(b)), finite(s.kl_plain) if s else None
             if signal is not None and cost is not None:
                 points.append((run, b.index, signal, cost))
     return points
