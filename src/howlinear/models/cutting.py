@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # word or a run of spaces.
 EDGE = 256
 
-LONG, EXCERPTS = 4_000_000, 256  # characters that are tokenised to spread windows; pieces of them
+LONG, EXCERPTS = 4_000_000, 256  # characters that are tokenised to spread windows; most pieces
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte
 
 
@@ -81,20 +81,29 @@ def spread_windows(
     characters, and more than 16 for each token, excerpts stand for the whole. With `nested` they come in
     the order of `spread_order`, out of `LONG` characters at most: fewer tokens give the first of the same windows.
     """
-    frame, pieces = _Frame.of(tokenizer, length, bos), text.pieces()
+    frame = _Frame.of(tokenizer, length, bos)
     long = len(text) if tokens is None else max(LONG, 0 if nested else 16 * tokens)
     if len(text) > long:
-        size = long // EXCERPTS
-        starts = [i * (len(text) - size) // (EXCERPTS - 1) for i in range(EXCERPTS)]
-        pieces = [text[start : start + size] for start in starts]
-    stream = _encode("".join(pieces), tokenizer)
-    sizes = [len(ids) for ids in _encode_all(pieces, tokenizer)] if len(pieces) > 1 else []
+        stream, sizes = _excerpts(text, tokenizer, long, frame.room)
+    else:
+        stream, pieces = _encode(text, tokenizer), text.pieces()
+        sizes = [len(ids) for ids in _encode_all(pieces, tokenizer)] if len(pieces) > 1 else []
     step = stride or frame.room
     every = frame.fitting(len(stream), step, tokens)
     count = min(every, frame.wanted(tokens) or every)
     even = [(2 * i + 1) * every // (2 * count) for i in range(count)]
     firsts = [i * step for i in (spread_order(every)[:count] if nested else even)]
     return {"input_ids": frame.cut(stream, firsts)} | _numbers(sizes, firsts)
+
+
+def _excerpts(text: str, tokenizer: Any, long: int, room: int) -> tuple[list[int], list[int]]:
+    """Tokens of excerpts of `long` characters in all, each of whole windows; how many each has."""
+    count = max(2, min(EXCERPTS, long // (16 * room)))  # so that long windows fit
+    size = long // count
+    starts = [i * (len(text) - size) // (count - 1) for i in range(count)]
+    encoded = _encode_all([text[start : start + size] for start in starts], tokenizer)
+    whole = [ids[: len(ids) // room * room] for ids in encoded]
+    return list(chain.from_iterable(whole)), list(map(len, whole))
 
 
 def spread_order(n: int) -> list[int]:
