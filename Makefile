@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
-	$(BIN)/howlinear swap runs/demo --tokens 1216
+	$(BIN)/howlinear swap runs/demo --tokens 608
 	$(BIN)/howlinear report runs/demo
 
 # one thread a worker: several that spin on the same cores take many times as long. A worker that

@@ -73,7 +73,7 @@ def profile_block(v, index, kind="outlier-concentrated"):
     special |= {"r2_feature": {"median": v.r2, "q25": v.r2, "q75": v.r2}, "r2_se": v.se}
     special |= {"d_in": 12288, "d_out": 12288, "input_rank": 12288, "effective_rank": 12288}
     special |= {"input_condition": 1.5e12, "rows_per_column": 40.9, "expected_kl": 2.256}
-    special |= {"first_share": 0.959, "stream_error": 4.4358}
+    special |= {"first_share": 0.959, "stream_error": 4.4358, "r2_interval": [v.r2, v.r2]}
     return BlockProfile(**{f.name: v.r2 for f in fields(BlockProfile)} | special)
 
 

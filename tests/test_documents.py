@@ -99,6 +99,8 @@ def test_a_long_text_is_read_in_excerpts(letters, monkeypatch):
     assert all(letters.decode(window) in every for window in cut["input_ids"])  # none is joined
     assert len(set(cut["document"].tolist())) > 100
     assert len(cutting.spread_windows(text, letters, 400, tokens=1600)["input_ids"]) == 4
+    asked, recorded = (cutting.spread_windows(text, letters, 10, tokens=n) for n in (1609, 1600))
+    assert torch.equal(asked["input_ids"], recorded["input_ids"])  # a run finds its windows again
     assert torch.equal(
         cutting.spread_windows(text, letters, 10)["input_ids"], cutting.windows(text, letters, 10)
     )

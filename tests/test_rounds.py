@@ -1,8 +1,10 @@
 """Swaps in rounds: on some positions, until decided, adding up over calls; several blocks at once."""
 
+import copy
 import functools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +61,23 @@ def swaps(run, windows, options=EVERY, **more):
 def obvious(change, windows):
     """The whole model with blocks replaced, on all positions."""
     return compare(model(), lambda: swapped(model(), change), windows)
+
+
+def test_sums_of_other_weights_and_of_other_windows_do_not_add_up(run):
+    swaps(run, 8).save(run)
+    other = copy.deepcopy(model())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.3)
+    report = ids(40, 2)[:8]
+    changed = torch.cat([report[:1], ids(7, 9)])  # the first window is the same
+    options = {"choose": ids(8, 1), "options": EVERY}
+    for net, windows in ((other, report), (model(), changed)):
+        fresh = measure_swaps(
+            net, run, report=windows, **options | {"options": replace(EVERY, overwrite=True)}
+        )
+        again = measure_swaps(net, run, report=windows, **options)
+        assert [b.kl for b in again.blocks] == [b.kl for b in fresh.blocks]
 
 
 # -- positions

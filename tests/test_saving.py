@@ -227,8 +227,8 @@ def test_a_pass_that_stopped_goes_on_to_the_bit(llama, tmp_path, solver, togethe
             assert len(kept) == 1
     handle.remove()
     assert stops == 5
-    # each batch once a pass, what sink units are chosen by each time, what gradients take, and no more
-    assert passes * 15 <= len(forwards) <= passes * 15 + 6 * (passes + 5)
+    # each batch once a pass; each time what sink units are chosen by, gradients, and tests of the head
+    assert passes * 15 <= len(forwards) <= passes * 15 + 6 * (passes + 8)
     result.save(folder)
     assert files(folder) == files(tmp_path / "one")
 

@@ -82,7 +82,8 @@ def spread_windows(
     the order of `spread_order`, out of `LONG` characters at most: fewer tokens give the first of the same windows.
     """
     frame = _Frame.of(tokenizer, length, bos)
-    long = len(text) if tokens is None else max(LONG, 0 if nested else 16 * tokens)
+    whole = 0 if tokens is None or nested else tokens // length * length  # as a run records them
+    long = len(text) if tokens is None else max(LONG, 16 * whole)
     if len(text) > long:
         stream, sizes = _excerpts(text, tokenizer, long, frame.room)
     else:

@@ -124,11 +124,11 @@ def describe(model: Any, name: str | None = None, revision: str | None = None) -
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": quantization,
         "parameters": parameter_count(model),
-        "weights": _fingerprint(model),
+        "weights": weights_fingerprint(model),
     }
 
 
-def _fingerprint(model: Any) -> str:
+def weights_fingerprint(model: Any) -> str:
     """A hash of every weight's name, shape and a few of its values, to recognise the same model.
 
     Without a pooler, which is random where the checkpoint lacks it.

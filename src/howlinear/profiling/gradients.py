@@ -150,6 +150,8 @@ def _run(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     v = torch.stack([_drawn(q, g) for q, g in zip(p, generators, strict=True)]).to(logits)
     gradients = torch.autograd.grad(logits, list(leaves.values()), v)
+    if not all(bool(g.isfinite().all()) for g in gradients):
+        return rows, {}
     return rows, {i: g.reshape(*ids.shape, -1) for i, g in zip(leaves, gradients, strict=True)}
 
 

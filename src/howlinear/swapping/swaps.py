@@ -31,6 +31,7 @@ from howlinear.losses.sweeps import SwapCost, Sweeper, Together, Variant, map_er
 from howlinear.models.families import Block
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module
+from howlinear.models.loading import weights_fingerprint
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
 from howlinear.records.statistics import over_blocks, spearman
@@ -41,7 +42,7 @@ from howlinear.run.folder import RunFolder, records_of, with_blocks
 from howlinear.run.work import Work
 from howlinear.swapping.choosing import chosen_units
 from howlinear.swapping.maps import UNITS, RunMaps, match
-from howlinear.swapping.rounds import Rounds, Tally
+from howlinear.swapping.rounds import FIRST_LOOK, Rounds, Tally
 from howlinear.swapping.together import JOINT, additivity
 
 Key = tuple[int | str, str]  # block and "chosen", "plain", "zero" or "mean"; JOINT and its blocks
@@ -157,7 +158,9 @@ def measure_swaps(
     several = _several(model, run, options.together)
     blocks = sorted({b.index: b for b in [*blocks, *several]}.values(), key=lambda b: b.index)
     maps = RunMaps(model, Path(folder), run, options.weighting, fit, blocks, work)
-    sweep = _Measurement(model, maps, blocks, as_windows(report), options, work, dict(about or {}))
+    made = dict(about or {})
+    made.setdefault("model", {"weights": weights_fingerprint(model)})  # others do not add up
+    sweep = _Measurement(model, maps, blocks, as_windows(report), options, work, made)
     if problem := _problem(model):
         return sweep.errors(problem)
     return sweep.costs(as_windows(choose), several, after_round)
@@ -317,6 +320,11 @@ class _Measurement:
         if self.joint is not None and self.joint in tallies:
             single = {i: tallies[i, "chosen"] for i in sorted(self.paired)}
             together = additivity(tallies[self.joint], single)
+            if not together and tallies[self.joint].windows == len(self.windows):
+                self.notes.append(
+                    f"blocks {sorted(self.paired)} together have fewer windows than alone: the same "
+                    "--tokens as before compare them"
+                )
         return Swaps(
             records,
             self.chosen,
@@ -333,11 +341,11 @@ class _Measurement:
 
 
 def _fingerprint(windows: Windows) -> str:
-    """Of the first window: results on other windows do not add up."""
+    """Of the windows before the first look: results on other windows do not add up."""
     ids = None if windows.inputs is None else windows.inputs.get("input_ids")
     if ids is None or not len(ids):
         return ""
-    return f"{zlib.crc32(ids[0].cpu().contiguous().numpy().tobytes()):08x}"
+    return f"{zlib.crc32(ids[:FIRST_LOOK].cpu().contiguous().numpy().tobytes()):08x}"
 
 
 # -- the record -----------------------------------------------------------------------------------
