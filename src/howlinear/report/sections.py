@@ -14,7 +14,7 @@ from howlinear.report.verdicts import MEASURED, SAFE_WORDS, verdict
 PHRASES = {
     "safe": "can become one matrix for less than {safe:.3g} nats per token",
     "safe with units": "can with hidden units kept",
-    "some cost": "cost more than that",
+    "some cost": "cost {safe:.3g} to {costly:.3g} nats per token",
     "costly": "cost {costly:.3g} nats or more",
     "undecided": "are undecided",
 }
@@ -34,7 +34,8 @@ WORDS = {
     "explained, so it is never below R2. It is the paper's convention (arXiv 2606.19379).",
     "feature": "the median R2 of an output feature. Where it is far below R2, a few large features carry R2.",
     "rank": "the smallest rank of a matrix that reaches 90 % of R2.",
-    "signal": "the expected cost of a swap, in nats per token, from one backward pass.",
+    "expected": "the expected growth of perplexity when plain least squares replaces the block, from one backward "
+    "pass.",
     "KL": "the divergence of the predictions from the original's, in nats per token, when the map replaces "
     "this block alone, on text that was used neither to fit nor to choose. Where the model is calibrated, "
     "perplexity grows by as much: 0.03 nats are 3 %.",
