@@ -223,8 +223,8 @@ def show_reproduction(console: Console, result: Reproduction) -> None:
     if "delta_ppl" not in result.measured and result.name:
         write(
             console,
-            f"to add what swaps cost: `howlinear swap RUN --tokens {PREDICTED} --units 0`, then "
-            "`howlinear reproduce RUN`",
+            f"to add what swaps cost: `howlinear swap RUN --tokens {PREDICTED} --all-tokens "
+            "--positions all --units 0`, then `howlinear reproduce RUN`",
         )
     write_whole(console, f"results in {result.run}")
 
