@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
@@ -188,9 +190,16 @@ def _blocks(
         options=options,
         work=work,
         about=source.about("choose", "report"),
-        after_round=lambda so_far: None if follows() else with_bytes(so_far).save(folder),
+        after_round=lambda so_far: _keep(with_bytes(so_far), folder),
     )
     return with_bytes(result)
+
+
+def _keep(so_far: Any, folder: Path) -> None:
+    """Write what the rounds so far gave, if that can be: at the end the result is printed if not."""
+    if not follows():
+        with suppress(OSError):
+            so_far.save(folder)
 
 
 def _with_bytes(a_token: float, result: Any) -> Any:
