@@ -19,6 +19,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from howlinear.linear.rows import checked_rows
+
 WINDOWS = 8  # that are kept
 LENGTH = 128  # tokens of each, at most: an error counts in the predictions that follow it
 
@@ -75,13 +77,8 @@ class GradientSample:
         return {name: getattr(self, name) for name in self._PARTS}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, here in self.state_dict().items():
-            saved = state.get(name)
-            if saved is None or saved.dtype != here.dtype or saved.shape[1:] != here.shape[1:]:
-                raise ValueError(f"the gradient sample has no {name} as expected")
-            if len(saved) != len(state["key"]) or not bool(saved.isfinite().all()):
-                raise ValueError(f"{name} of the gradient sample is damaged")
-        if len(state["key"]) > WINDOWS * LENGTH:
+        rows = checked_rows(self.state_dict(), state, "gradient sample")
+        if len(rows["key"]) > WINDOWS * LENGTH:
             raise ValueError("the gradient sample has more rows than expected")
-        for name in self._PARTS:
-            setattr(self, name, state[name].clone())
+        for name, saved in rows.items():
+            setattr(self, name, saved)

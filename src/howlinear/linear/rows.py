@@ -131,13 +131,22 @@ class RowSample:
         return {name: getattr(self, name) for name in self._PARTS}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, here in self.state_dict().items():
-            saved = state.get(name)
-            if saved is None or saved.dtype != here.dtype or saved.shape[1:] != here.shape[1:]:
-                raise ValueError(f"the row sample has no {name} as expected")
-            if len(saved) != len(state["keys"]) or not bool(saved.isfinite().all()):
-                raise ValueError(f"{name} of the row sample is damaged")
-            setattr(self, name, saved.clone())
+        for name, saved in checked_rows(self.state_dict(), state, "row sample").items():
+            setattr(self, name, saved)
+
+
+def checked_rows(
+    like: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str
+) -> dict[str, Tensor]:
+    """Copies of saved tensors of rows, as many in each, of the same types and widths as `like`."""
+    count = len(state.get(next(iter(like)), ()))
+    for name, here in like.items():
+        saved = state.get(name)
+        if saved is None or saved.dtype != here.dtype or saved.shape[1:] != here.shape[1:]:
+            raise ValueError(f"the {what} has no {name} as expected")
+        if len(saved) != count or not bool(saved.isfinite().all()):
+            raise ValueError(f"{name} of the {what} is damaged")
+    return {name: state[name].clone() for name in like}
 
 
 def hashed(place: Tensor, seed: int) -> Tensor:
