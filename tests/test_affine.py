@@ -26,7 +26,7 @@ from howlinear.linear.scoring import (
     score,
     spectrum,
 )
-from howlinear.linear.solving import fit, solve
+from howlinear.linear.solving import fit, solve, solve_both
 
 BOTH = pytest.mark.parametrize("kind", [Moments, TSQR])
 NIST = Path(__file__).parents[2] / "shared" / "data" / "nist_strd_linear.json"
@@ -184,10 +184,10 @@ def test_effective_rank_is_reduced_rank_regression(kind, noise):
         v + 3 * u @ torch.ones(8, 5, dtype=torch.float64),
     )
     m = moments_of(kind, x, y)
-    affine, Z = solve(m)
+    affine = solve(m)[0]
     curve = [reduced_rank(x.numpy(), y.numpy(), u.numpy(), v.numpy(), k) for k in range(1, 6)]
     expected = next(k for k, r2 in enumerate(curve, 1) if r2 >= 0.9 * curve[-1])
-    assert effective_rank(affine, Z, m.mean_x, moments_of(kind, u, v)) == expected
+    assert effective_rank(affine, m, moments_of(kind, u, v)) == expected
 
 
 def test_effective_rank_around_the_means_of_the_fit_rows():
@@ -195,13 +195,42 @@ def test_effective_rank_around_the_means_of_the_fit_rows():
     (x, y), (u, v) = rows(400, 20, 20), rows(200, 20, 20, seed=1)
     v = v + 2
     m = moments_of(Moments, x, y)
-    (affine, Z), held = solve(m), moments_of(Moments, u, v)
+    affine, held = solve(m)[0], moments_of(Moments, u, v)
     arrays, found = [t.numpy() for t in (x, y, u, v)], []
     for around_fit in (False, True):
         curve = [reduced_rank(*arrays, k, around_fit) for k in range(1, 21)]
         found.append(next(k for k, r2 in enumerate(curve, 1) if r2 >= 0.9 * curve[-1]))
-        assert effective_rank(affine, Z, m.mean_x, held, around_fit=around_fit) == found[-1]
+        assert effective_rank(affine, m, held, around_fit=around_fit) == found[-1]
     assert found[1] < found[0]
+
+
+@pytest.mark.parametrize("kind", [Moments, TSQR])
+@pytest.mark.parametrize("more", [0, 1, 3, 200])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_maps_without_and_with_a_few_more_rows(kind, more, size):
+    """Few rows update the map; many, and other accumulators, are solved for again. `size` makes them sinks."""
+    (x, y), (u, v) = rows(300), rows(more, seed=1)
+    u, v = u * size, v * size
+    without, both = solve_both(moments_of(kind, x, y), moments_of(kind, u, v))
+    for affine, own in ((without, (x, y)), (both, (torch.cat([x, u]), torch.cat([y, v])))):
+        a = np.column_stack([own[0].numpy(), np.ones(len(own[0]))])
+        want = np.linalg.lstsq(a, own[1].numpy(), rcond=None)[0]
+        off = a @ want - affine(own[0]).numpy()
+        assert np.abs(off).max() < 1e-10 * np.abs(own[1].numpy()).max()
+        assert affine.rank == x.shape[1]
+    if more and size > 1:
+        assert float((both.weight - without.weight).abs().max()) > 1e-3
+
+
+def test_few_more_rows_of_inputs_that_lack_rank():
+    x, y = rows(300)
+    x = torch.cat([x, x[:, :1]], 1)
+    some, more, all_rows = (
+        moments_of(Moments, x[at], y[at]) for at in (slice(297), slice(297, None), slice(None))
+    )
+    both = solve_both(some, more)[1]
+    assert both.rank == x.shape[1] - 1
+    torch.testing.assert_close(both.weight, solve(all_rows)[0].weight, rtol=0, atol=1e-10)
 
 
 def test_effective_rank_of_nothing_is_none():
@@ -210,7 +239,7 @@ def test_effective_rank_of_nothing_is_none():
     m = moments_of(Moments, x, y)
     held = moments_of(Moments, u, v)
     assert score(fit(m), held).r2 < 0
-    assert effective_rank(*solve(m), m.mean_x, held) is None
+    assert effective_rank(solve(m)[0], m, held) is None
 
 
 @BOTH

@@ -16,8 +16,8 @@ import torch
 
 from howlinear import TSQR, Moments, fit, score
 from howlinear.linear import tiles
-from howlinear.linear.accumulators import MIXED_TILE
-from howlinear.linear.moments import _power_of_two, full_float32
+from howlinear.linear.accumulators import TILE
+from howlinear.linear.moments import full_float32
 
 U = 2.0**-24
 BOUND = 16
@@ -150,15 +150,23 @@ def test_a_sink_row_in_every_window(device):
     assert abs(mixed - exact) < expected(x, y, w, exact, (a.rank, b.rank))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_counts_sums_and_squares_of_y_are_those_of_float64(weighted):
+def test_counts_are_exact_and_sums_agree_to_a_few_roundings():
     x, y = rows(offset=999.0)
-    w = torch.rand(N, dtype=torch.float64) if weighted else None
-    mixed, exact = filled(x, y, w), filled(x, y, w, "float64")
+    mixed, exact = filled(x, y), filled(x, y, precision="float64")
     assert (mixed.n, mixed.weight) == (exact.n, exact.weight)
     assert torch.equal(mixed.shift, exact.shift)
-    for name, rtol in (("mean_x", 1e-15), ("mean_y", 1e-15), ("S_yy", 1e-13)):
-        torch.testing.assert_close(getattr(mixed, name), getattr(exact, name), rtol=rtol, atol=0)
+    for mean, deviation in (("mean_x", x.double().std(0)), ("mean_y", y.double().std(0))):
+        off = (getattr(mixed, mean) - getattr(exact, mean)).abs() / deviation
+        assert float(off.max()) < 2 * U
+    torch.testing.assert_close(mixed.S_yy, exact.S_yy, rtol=4 * U, atol=0)
+
+
+def test_weighted_rows_are_summed_in_float64():
+    x, y = rows(offset=999.0)
+    w = torch.rand(N, dtype=torch.float64)
+    mixed, exact = filled(x, y, w), filled(x, y, w, "float64")
+    assert torch.equal(mixed.S_xx, exact.S_xx)
+    assert torch.equal(mixed.S_yy, exact.S_yy)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -173,23 +181,16 @@ def test_products_agree_to_a_few_roundings(device, dtype, weighted):
     assert mixed.eps >= 2 * U
 
 
-@pytest.mark.parametrize("unit", [1e-30, 1e-15, 1e18, 1e30])
+@pytest.mark.parametrize("unit", [2.0**-100, 2.0**-50, 2.0**60, 2.0**100])
 def test_units_do_not_matter(device, unit):
     x, y = rows(n=3000)
-    power = float(_power_of_two(torch.tensor(unit, dtype=torch.float64)))
-    one, other = filled(x, y), filled(x * power, y / power)
-    assert torch.equal(other._panels[:D], one._panels[:D] * power**2)  # to the bit
-    torch.testing.assert_close(other.S_xx, one.S_xx * power**2, rtol=1e-12, atol=0)
-    torch.testing.assert_close(other.S_xy, one.S_xy, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(other.S_yy, one.S_yy / power**2, rtol=1e-12, atol=0)
-
-
-def test_scales_are_powers_of_two():
-    size = torch.tensor([0.0, 1e-300, 0.75, 1.0, 3.0, 1e300], dtype=torch.float64)
-    scale = _power_of_two(size)
-    assert (torch.frexp(scale).mantissa == 0.5).all()
-    assert scale[2:5].tolist() == [0.5, 1.0, 2.0]
-    assert ((size[2:] / scale[2:] >= 1) & (size[2:] / scale[2:] < 2)).all()
+    one, other = filled(x, y), filled(x * unit, y / unit)
+    norm_x, norm_y = one.S_xx.diagonal().sqrt(), one.S_yy.sqrt()
+    off = (other.S_xx / unit**2 - one.S_xx).div(norm_x).div(norm_x[:, None])
+    assert float(off.abs().max()) < 16 * U
+    off = (other.S_xy - one.S_xy).div(norm_y).div(norm_x[:, None])
+    assert float(off.abs().max()) < 16 * U
+    torch.testing.assert_close(other.S_yy, one.S_yy / unit**2, rtol=4 * U, atol=0)
 
 
 def test_merging_with_float64_gives_mixed_sums():
@@ -202,7 +203,7 @@ def test_merging_with_float64_gives_mixed_sums():
         assert (both.n, both.weight, both.precision) == (exact.n, exact.weight, "mixed")
         assert both.eps == filled(*first).eps
         torch.testing.assert_close(both.S_xx, exact.S_xx, rtol=1e-6, atol=1e-6 * N)
-        torch.testing.assert_close(both.mean_y, exact.mean_y, rtol=1e-13, atol=0)
+        torch.testing.assert_close(both.mean_y, exact.mean_y, rtol=4 * U, atol=0)
 
 
 @pytest.mark.parametrize("n", [0, 3, 3000])
@@ -244,15 +245,6 @@ def test_spoiled_precisions_are_refused(spoilt):
         Moments(D, 4).load_state_dict(state | {"precision": spoilt})
 
 
-def test_a_state_cannot_claim_more_than_float32_products_hold():
-    mixed = filled(*rows(n=500))
-    state = mixed.state_dict()
-    state["scalars"] = torch.tensor([500.0, 1e-16], dtype=torch.float64)
-    fresh = Moments(D, 4)
-    fresh.load_state_dict(state)
-    assert fresh.eps == mixed.eps
-
-
 def test_narrowing_keeps_the_rank_threshold():
     x, y = rows(n=3000)
     wide = filled(x, y)
@@ -270,7 +262,7 @@ def test_unknown_precisions_are_refused():
 
 
 def test_not_finite_rows_leave_no_trace(device):
-    for n in (2, 200, MIXED_TILE + 5):
+    for n in (2, 200, TILE + 5):
         x, y = rows(n=n)
         m = filled(*rows(n=100))
         before = {k: v.clone() for k, v in m.state_dict().items()}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howlinear import fit
-from howlinear.linear import accumulators, tiles
+from howlinear.linear import tiles
 from howlinear.linear.accumulators import TILE, merged
 from howlinear.linear.moments import PANEL, TSQR, Moments
 from howlinear.linear.stores import OutNorm
@@ -272,8 +272,7 @@ class NoFloat64(torch.Tensor):
 
 @pytest.mark.parametrize("size", [1.0, 2.0**50])
 def test_rows_of_a_device_without_float64(monkeypatch, size):
-    for module in (tiles, accumulators):
-        monkeypatch.setattr(module, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(tiles, "widest", lambda device: torch.float32)
     x, y = rows(300, dtype=torch.float32)
     weight = torch.linspace(0.5, 2, 300)
     want = filled(Moments, x * size, y * size, weight, precision="mixed")

@@ -14,16 +14,15 @@ as they came while they take less memory than the sums would, so that an accumul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from howlinear.linear.tiles import KeptRows, check_finite, mean_row, tiles, widest
+from howlinear.linear.tiles import KeptRows, column_sums, mean_row
 
-TILE = 2048  # rows converted to float64 at once
-MIXED_TILE = 1024  # rows of one float32 product: see `moments`
+TILE = 2048  # rows of one product
 
 A = TypeVar("A", bound="Accumulator")
 
@@ -60,6 +59,8 @@ class Accumulator:
         self.weight = 0.0
         #: resolution of the rows, for the rank threshold: float32's for everything narrower
         self.eps = float(torch.finfo(torch.float64).eps)
+        if precision == "mixed":
+            self.blur()
         self.shift: Tensor | None = None
         if shift is not None:
             given = {"shift": shift}
@@ -75,25 +76,27 @@ class Accumulator:
     def update(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add rows: x (..., d_in), y (..., d_out), weight (...). Nothing changes if they are refused."""
         self._check_rows(x, y, weight)
+        self._enter(x, y, weight, self.precision)
+
+    def _enter(self, x: Tensor, y: Tensor, weight: Tensor | None, precision: str) -> None:
         rows = x.shape[:-1].numel()
         if rows == 0:
             return
         x, y = x.detach(), y.detach()
         weight = None if weight is None else weight.to(self.device).double()
         few = not self._filled and self._kept.n + rows <= self.d_in // 2
-        if few or self.precision == "float64":  # else products are made on the device of the rows
+        if few or precision == "float64":  # else products are made on the device of the rows
             x, y = x.to(self.device), y.to(self.device)
-        if few or rows > self._tile:  # one tile is checked on entry; of several, none may enter
-            wide = widest(x.device)
-            check_finite(*(t.sum(tuple(range(t.dim() - 1)), dtype=wide) for t in (x, y)))
+        if few or rows > TILE:  # one tile is checked on entry; of several, none may enter
+            column_sums(x, y)
         if few:
             self._kept.add(x, y, weight)
         else:
             self._fill()
-            self._absorb(x, y, weight)
+            self._absorb(x, y, weight, precision)
         self.n += rows
         self.weight += float(rows if weight is None else weight.sum())
-        self.eps = max(self.eps, _resolution(x.dtype), _resolution(y.dtype), self._blur())
+        self.eps = max(self.eps, _resolution(x.dtype), _resolution(y.dtype))
 
     def _check_rows(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
         if x.shape[-1:] != (self.d_in,) or y.shape[-1:] != (self.d_out,):
@@ -129,7 +132,7 @@ class Accumulator:
         if other.n == 0:
             return self
         if not other._filled:
-            self.update(*other._kept.rows())
+            self._enter(*other._kept.rows(), other.precision)
             return self
         if self.shift is None and not self._kept.n:
             self.shift = other.shift
@@ -144,6 +147,13 @@ class Accumulator:
         self.eps = max(self.eps, other.eps)
         return self
 
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """The rows x (n, d_in) and y while all are kept as they came, without weights; None otherwise."""
+        if self._filled or self._kept.weighted or not self._kept.n:
+            return None
+        x, y, _ = self._kept.rows()
+        return x, y
+
     def copy(self) -> Self:
         """A new accumulator with the same content."""
         return self.narrow(self.d_in)
@@ -157,7 +167,7 @@ class Accumulator:
             d_in, self.d_out, shift=shift, device=self.device, precision=self.precision
         )
         narrow.n, narrow.weight = self.n, self.weight
-        narrow.eps = max(self.eps, narrow._blur()) if self.n else self.eps
+        narrow.eps = self.eps * (self.d_in / d_in if self.eps == self._blurred else 1)
         if self._kept.n:
             x, y, weight = self._kept.rows()
             narrow._kept.add(x[:, :d_in], y, weight)
@@ -170,13 +180,13 @@ class Accumulator:
         """The last dimension [lead, x, y] of `row` without the columns of x from `d_in` on."""
         return torch.cat([row[..., : lead + d_in], row[..., lead + self.d_in :]], -1)
 
-    def _blur(self) -> float:
-        """The smallest `eps` that keeps the rounding of float32 products below the rank threshold."""
-        return math.sqrt(8 * 2.0**-24) / self.d_in if self.precision == "mixed" else 0.0
-
     @property
-    def _tile(self) -> int:
-        return MIXED_TILE if self.precision == "mixed" else TILE
+    def _blurred(self) -> float:
+        return math.sqrt(8 * 2.0**-24) / self.d_in
+
+    def blur(self) -> None:
+        """Raise `eps` until the rounding of float32 products is below the rank threshold."""
+        self.eps = max(self.eps, self._blurred)
 
     def _fill(self) -> None:
         """Turn kept rows into sums; later rows go straight into them."""
@@ -187,18 +197,13 @@ class Accumulator:
         self._filled = True
         kept, self._kept = self._kept, KeptRows()
         if kept.n:
-            self._absorb(*kept.rows())
+            self._absorb(*kept.rows(), self.precision)
 
     def shift_for(self, x: Tensor, y: Tensor) -> Tensor:
         """The shift, set to the mean of these rows if there is none yet."""
         if self.shift is None:
             self.shift = mean_row(x, y, self.device)
         return self.shift
-
-    def _tiles(
-        self, x: Tensor, y: Tensor, weight: Tensor | None, lead: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        return tiles(x, y, weight, self.shift_for(x, y), self._tile, lead)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -263,7 +268,7 @@ class Accumulator:
         if "shift" in state:
             self.shift = self._take(state, "shift", (d_in + d_out,))
         self.n, self.weight = n, weight
-        self.eps = max(eps, self._blur()) if n else eps
+        self.eps = eps
 
     def _take(
         self, state: dict[str, Tensor], key: str, shape: tuple[int, ...], exact: bool = True
@@ -349,7 +354,7 @@ class Accumulator:
     def _mean(self) -> Tensor:
         raise NotImplementedError
 
-    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None, precision: str) -> None:
         raise NotImplementedError
 
     def _combine(self, other: Self, delta: Tensor) -> None:

@@ -12,23 +12,22 @@ In the notation of `accumulators`, what is kept is
 
 A row costs d_in (d_in / 2 + d_out) multiply-adds; the sums take 8 bytes for each of them.
 
-`Moments(..., precision="mixed")` is for devices where float64 is slow or missing. Products of rows
-are made in float32, `MIXED_TILE` rows at a time, on the device of the rows; everything else is as
-above, in the same units. With u = 2**-24:
+With `precision="mixed"` products of rows are made in float32, `TILE` rows at a time, on the device of
+the rows, and added in float64. With u = 2**-24:
 
-- Each number is rounded once, by u of z - c. Rows far from 1 are scaled by powers of two, column by
-  column and tile by tile. That is exact and keeps squares within float32's range.
+- Each number is rounded once, by u of z - c. A tile whose squares leave float32's range, and rows
+  with weights, are summed in float64.
 - A float32 sum of T squares has an error of u T at worst and u sqrt(T / 3) typically, even if it is
   made one by one (BLAS sums in blocks, which is better). Tiles add in float64, so the error of n
-  rows is u T / sqrt(3 n), relative to the product of the columns' norms: T = 1024 gives 18 u for
-  one tile and 3.4 u for 30000 rows, and the float64 addition costs 1 / T of the product.
+  rows is u T / sqrt(3 n), relative to the product of the columns' norms: T = 2048 gives 26 u for
+  one tile and 6.8 u for 30000 rows, and the float64 addition costs 1 / T of the product.
 - Singular values of the inputs below sqrt(8 u) = 7e-4 of the largest are lost in that error; `eps`
-  is raised so that the rank threshold, d_in * eps, excludes them.
+  is raised so that the rank threshold, d_in * eps, excludes them. `precision.float32_shift` tells
+  whether rows need none of this.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,10 +36,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from howlinear.linear.accumulators import Accumulator
-from howlinear.linear.tiles import check_finite
+from howlinear.linear.accumulators import TILE, Accumulator
+from howlinear.linear.tiles import check_finite, pieces, shifted
 
 PANEL = 96  # columns of x in one matrix product: half the work for S_xx, at full speed
+WIDE = 3  # panels of one float32 product: narrow ones are a fifth slower
+LEAST = 2.0**-80  # a column's sum of squares in a tile: smaller ones lose digits in float32
 
 
 class Moments(Accumulator):
@@ -71,56 +72,45 @@ class Moments(Accumulator):
             start = stop
         return views
 
-    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
-        if self.precision == "mixed":
-            return self._absorb_mixed(x, y, weight)
-        for z, w in self._tiles(x, y, weight):
-            zy = z[:, self.d_in :]
-            total = z.sum(0) if w is None else w @ z
-            check_finite(total[: self.d_in], total[self.d_in :])
-            left = z[:, : self.d_in] if w is None else z[:, : self.d_in] * w[:, None]
-            self._total += total
-            self._yy += zy.square().sum(0) if w is None else w @ zy.square()
-            for i, panel in self._views():
-                panel.addmm_(left[:, i : i + len(panel)].t(), z[:, i:])
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None, precision: str) -> None:
+        shift = self.shift_for(x, y)
+        for xs, ys, w in pieces(x, y, weight, TILE):
+            if precision == "mixed" and w is None:
+                z = shifted(xs, ys, shift, torch.float32)
+                with full_float32(z.device):
+                    if self._add_float32(z):
+                        continue
+            xs, ys = xs.to(self.device), ys.to(self.device)
+            self._add(shifted(xs, ys, shift, torch.float64), None if w is None else w.flatten())
 
-    def _absorb_mixed(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
-        """Column sums and squares of y in float64, O(n D); products in float32, added in float64."""
-        top = 1.0
-        if weight is not None:
-            top = 2.0 ** (math.frexp(float(weight.max()))[1] - 1)
-            weight = weight / top
-        with full_float32(x.device):
-            for z, w in self._tiles(x, y, weight):
-                self._add_mixed(z, w, top)
-
-    def _add_mixed(self, z: Tensor, w: Tensor | None, top: float) -> None:
-        """One tile z (T, D); `top` is the power of two that the weights were divided by."""
-        d = self.d_in
+    def _add(self, z: Tensor, w: Tensor | None) -> None:
+        """One tile z (T, D) with weights."""
+        zy = z[:, self.d_in :]
         total = z.sum(0) if w is None else w @ z
-        check_finite(total[:d], total[d:])
-        scale = _power_of_two(self._here(torch.linalg.vector_norm(z, math.inf, 0)))  # (D,)
-        if plain := float(scale.min()) > 2.0**-40 and float(scale.max()) < 2.0**40:
-            scale.fill_(1)  # no risk of overflow
-        else:
-            z /= scale.to(z.dtype).to(z.device)
-        squares = z[:, d:].square()
-        yy = squares.sum(0) if w is None else w @ squares
-        self._total += self._here(total) * top
-        self._yy += self._here(yy) * scale[d:].square() * top
-        right = z.float()
-        left = right[:, :d] if w is None else (z[:, :d] * w[:, None]).float()
+        check_finite(total[: self.d_in], total[self.d_in :])
+        left = z[:, : self.d_in] if w is None else z[:, : self.d_in] * w[:, None]
+        self._total += total
+        self._yy += zy.square().sum(0) if w is None else w @ zy.square()
         for i, panel in self._views():
-            j = i + len(panel)
-            product = left[:, i:j].t() @ right[:, i:]
-            if plain:
-                panel.add_(product.to(self.device), alpha=top)
-            else:
-                panel.addcmul_(self._here(product) * (scale[i:j, None] * top), scale[i:])
+            panel.addmm_(left[:, i : i + len(panel)].t(), z[:, i:])
 
-    def _here(self, value: Tensor) -> Tensor:
-        """In float64 where the sums are; moved first, since the rows' device may have no float64."""
-        return value.to(self.device).double()
+    def _add_float32(self, z: Tensor) -> bool:
+        """One float32 tile; False, and nothing is added, where squares leave float32's range."""
+        total, squares = z.sum(0), z.square().sum(0)
+        small = squares < LEAST
+        if not bool(squares.isfinite().all()) or bool(z[:, small].any()):
+            return False
+        self._total += total.to(self.device)
+        self._yy += squares[self.d_in :].to(self.device)
+        views = self._views()
+        size = -(-len(views) // max(1, len(views) // WIDE))  # the rest joins: no narrow last one
+        for first in range(0, len(views), size):
+            wide = views[first : first + size]
+            i, j = wide[0][0], wide[-1][0] + len(wide[-1][1])
+            product = (z[:, i:j].t() @ z[:, i:]).to(self.device)
+            for k, panel in wide:
+                panel.add_(product[k - i : k - i + len(panel), k - i :])
+        return True
 
     def _combine(self, other: Self, delta: Tensor) -> None:
         total, yy = other._total, other._yy
@@ -176,12 +166,6 @@ class Moments(Accumulator):
         return S_xx, S_xy
 
 
-def _power_of_two(size: Tensor) -> Tensor:
-    """The power of two at or below each positive number; a half for zero, never below 2**-100."""
-    _, exponent = torch.frexp(size)
-    return torch.ldexp(torch.ones_like(size), (exponent - 1).clamp_min(-100))
-
-
 class TSQR(Accumulator):
     """The triangular factor R of the rows [1, z - c] (`--solver tsqr`): R'R are their moments.
 
@@ -195,14 +179,16 @@ class TSQR(Accumulator):
         size = 1 + self.d_in + self.d_out
         return {"_R": (size, size)}
 
-    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None, precision: str) -> None:
         R = self._R
-        for tile, w in self._tiles(x, y, weight, lead=1):
+        shift = self.shift_for(x, y)
+        for xs, ys, w in pieces(x, y, weight, TILE):
+            tile = shifted(xs, ys, shift, torch.float64, lead=1)
             tile[:, 0] = 1
             total = tile.sum(0)
             check_finite(total[1 : 1 + self.d_in], total[1 + self.d_in :])
             if w is not None:
-                tile *= w.sqrt()[:, None]
+                tile *= w.flatten().sqrt()[:, None]
             R = torch.linalg.qr(torch.cat([R, tile]), mode="r").R
         self._R = R
 

@@ -125,16 +125,17 @@ def r2_se(scores: Sequence[Score]) -> float:
 
 
 def effective_rank(
-    affine: Affine, Z: Tensor, mean_x: Tensor, held_out: Accumulator, *, around_fit: bool = False
+    affine: Affine, fitted: Accumulator, held_out: Accumulator, *, around_fit: bool = False
 ) -> int | None:
     """Reduced-rank regression: the smallest k whose held-out R2 reaches 90 % of the full map's.
 
-    The rank-k map is U_k U_k' W with U the leading eigenvectors of W S_xx W' = Z Z' over the fit
-    rows, whose means (`mean_x`, and W mean_x + b for y) it keeps. None where R2 is not positive.
+    The rank-k map is U_k U_k' W with U the leading eigenvectors of W S_xx W' = W S_xy over the fit
+    rows, whose means it keeps. None where R2 is not positive.
     SS_tot is around the held-out means, or around those of the fit rows, as in the paper.
     """
-    W = affine.weight
-    _, U = torch.linalg.eigh(Z @ Z.t())
+    W, mean_x = affine.weight, fitted.mean_x
+    explained = W @ fitted.gram()[1]
+    _, U = torch.linalg.eigh((explained + explained.t()) / 2)
     U = U.flip(1)
     mean_y = W @ mean_x + affine.bias
     S_xx, S_xy = held_out.gram()

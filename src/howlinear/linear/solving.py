@@ -101,17 +101,62 @@ def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[T
     scale = column_scale(S_xx.diagonal(), noise)
     C = S_xx / scale / scale[:, None]  # unit diagonal
     B = S_xy.t().contiguous() / scale  # (d_out, d_in): solving from the right is a quarter faster
-    L, info = torch.linalg.cholesky_ex(C)
-    factored = not int(info)
-    if not factored or _smallest(L) <= 100 * tol**2 * float(C.abs().sum(1).max()):
+    L = _factor(C, tol)
+    if L is None:
         values, V = torch.linalg.eigh(C)
         keep = values > tol**2 * values[-1]
-        if not (factored and bool(keep.all())):  # else L has more digits
-            V, root = V[:, keep], values[keep].sqrt()
-            Z = B @ V / root
-            return (Z / root) @ V.t() / scale, int(keep.sum()), Z
+        V, root = V[:, keep], values[keep].sqrt()
+        Z = B @ V / root
+        return (Z / root) @ V.t() / scale, int(keep.sum()), Z
     Z = torch.linalg.solve_triangular(L.t(), B, upper=True, left=False)
     return torch.linalg.solve_triangular(L, Z, upper=False, left=False) / scale, d, Z
+
+
+def _factor(C: Tensor, tol: float) -> Tensor | None:
+    """L of C = L L', C of unit diagonal; None if directions of C are below the rank threshold."""
+    L, info = torch.linalg.cholesky_ex(C)
+    if int(info):
+        return None
+    if _smallest(L) > 100 * tol**2 * float(C.abs().sum(1).max()):
+        return L
+    values = torch.linalg.eigvalsh(C)
+    return L if bool((values > tol**2 * values[-1]).all()) else None
+
+
+def solve_both(moments: Accumulator, more: Accumulator) -> tuple[Affine, Affine]:
+    """The maps of `moments`, and of `moments` and `more`, which may be changed.
+
+    A few more rows, kept as they are, update the first map: with V and Y these rows as they enter the
+    centred sums, W + (Y - V W')' (I + V S_xx^-1 V')^-1 V S_xx^-1. Otherwise both are solved for.
+    """
+    rows = more.kept() if moments.root() is None else None
+    S_xx, S_xy = moments.gram()
+    scale = column_scale(S_xx.diagonal(), input_noise(moments))
+    tol = max(len(S_xx) * moments.eps, math.sqrt(len(S_xx) * EPS))
+    L = _factor(S_xx / scale / scale[:, None], tol) if rows is not None else None
+    if rows is None or L is None:
+        first = solve(moments)[0]
+        return first, solve(moments.merge(more))[0]
+    solved = torch.linalg.solve_triangular
+    B = S_xy.t().contiguous() / scale
+    W = solved(L, solved(L.t(), B, upper=True, left=False), upper=False, left=False) / scale
+    n, m = moments.weight, len(rows[0])
+    V, Y = rows[0].double() - moments.mean_x, rows[1].double() - moments.mean_y
+    mean_x, mean_y = (
+        mean + part.sum(0) / (n + m) for mean, part in ((moments.mean_x, V), (moments.mean_y, Y))
+    )
+    off = (1 - math.sqrt(n / (n + m))) / m  # I - off 11' is the root of I - 11' / (n + m)
+    V, Y = (part - off * part.sum(0) for part in (V, Y))
+    U = solved(L, (V / scale).t(), upper=False)  # (d_in, m): U'U = V S_xx^-1 V'
+    inner = U.t() @ U
+    inner.diagonal().add_(1)
+    gain = torch.cholesky_solve(Y - V @ W.t(), torch.linalg.cholesky(inner))  # (m, d_out)
+    both = W + gain.t() @ (solved(L.t(), U, upper=True).t() / scale)
+    rank = len(S_xx)
+    return (
+        Affine(W, moments.mean_y - W @ moments.mean_x, rank),
+        Affine(both, mean_y - both @ mean_x, rank),
+    )
 
 
 def _solve_root(

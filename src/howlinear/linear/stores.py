@@ -16,15 +16,17 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.accumulators import Accumulator
+from howlinear.linear.accumulators import Accumulator, merged
 from howlinear.linear.folds import Split
 from howlinear.linear.gradients import GradientSample
 from howlinear.linear.moments import TSQR, Moments
+from howlinear.linear.precision import HARMLESS, NARROW, float32_shift
 from howlinear.linear.rows import Rows, RowSample
 
 MOST = 4  # sink units that a map may keep
@@ -141,22 +143,19 @@ class BlockStore:
     ) -> None:
         self.block, self.known = block, known or Known()
         width = block.d_in + len(self.known.units or ())
-        self.body, self.first = (
-            [
-                SOLVERS[solver](width, block.d_out, device=device, precision=precision)
-                for _ in range(groups)
-            ]
-            for _ in PARTS
-        )
-        self.twin: BlockStore | None = None  # the same in float64, to measure mixed precision by
+        make = partial(SOLVERS[solver], width, block.d_out, device=device)
+        forced = "float64" if precision == "auto" else precision
+        self.body = [make(precision=forced) for _ in range(groups)]
+        self.first = [make() for _ in range(groups)]  # few rows, large ones: in float64
+        #: is it still open whether products are made in float32? Narrow blocks do not need it
+        self.undecided = precision == "auto" and solver == "moments" and block.d_in >= NARROW
+        self.float32_shift: float | None = None  # about how far that would move R2, once decided
         like = (width, block.d_out, seed)
         self.sample = RowSample(*like) if self.known.has_stream else RowSample(*like, size=0)
         self.gradients = GradientSample(width, block.d_out)  # no rows until `profiling.gradients`
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
         """Add rows of windows that begin at these token offsets of the text."""
-        if self.twin is not None:
-            self.twin.update(rows, offsets, split)
         x, y = rows.x, rows.y
         if self.known.units and rows.hidden is not None:
             x = torch.cat([x, rows.hidden.to(x)], 1)
@@ -173,6 +172,17 @@ class BlockStore:
             self._add_rows(x, y, group, position)
         if self.known.has_stream:
             self.sample.update(x, rows, group, torch.tensor(offsets)[window] + position)
+        if self.undecided and sum(b.n for b in self.body) > 2 * self.block.d_in:
+            body = position.to(x.device) > 0
+            self._decide(rows.x[body], y[body])
+
+    def _decide(self, x: Tensor, y: Tensor) -> None:
+        """Make products in float32 from now on if that is harmless for rows like these."""
+        sums = merged([cast(Moments, b) for b in self.body if b.n], self.block.d_in)
+        self.undecided, self.float32_shift = False, float32_shift(sums, x, y)
+        if self.float32_shift <= HARMLESS:
+            for accumulator in self.body:
+                accumulator.precision = "mixed"
 
     def _add_piece(self, g: int, x: Tensor, y: Tensor, first: bool) -> None:
         """Add x (windows, positions, d_in) and y to group g."""
@@ -218,10 +228,8 @@ class BlockStore:
             mine.merge(theirs)
         self.sample.merge(other.sample)
         self.gradients.merge(other.gradients)
-        if self.twin is not None and other.twin is not None:
-            self.twin.merge(other.twin)
-        else:
-            self.twin = None
+        shifts = [s.float32_shift for s in (self, other) if s.float32_shift is not None]
+        self.float32_shift = max(shifts, default=None)
         return self
 
     def narrow(self, units: int) -> BlockStore:
@@ -235,7 +243,6 @@ class BlockStore:
         narrow.sample = copy.copy(self.sample)
         narrow.sample.x = self.sample.x[:, :width].clone()
         narrow.gradients = self.gradients.narrow(width)
-        narrow.twin = None if self.twin is None else self.twin.narrow(units)
         return narrow
 
     def _accumulators(self) -> list[Accumulator]:
@@ -254,8 +261,8 @@ class BlockStore:
         state |= {f"sample.{name}": value for name, value in self.sample.state_dict().items()}
         state |= {f"gradients.{name}": value for name, value in self.gradients.state_dict().items()}
         state |= self.known.state_dict()
-        if self.twin is not None:
-            state |= {f"twin.{name}": value for name, value in self.twin.state_dict().items()}
+        if self.float32_shift is not None:
+            state["float32_shift"] = torch.tensor(self.float32_shift, dtype=torch.float64)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -275,10 +282,10 @@ class BlockStore:
                 a.shift = shared
         self.sample.load_state_dict(_below("sample.", state))
         self.gradients.load_state_dict(_below("gradients.", state))
-        twin = _below("twin.", state)
-        if twin and not _below("twin.", twin):
-            self.twin = BlockStore.from_state(self.block, twin, self.body[0].device)
-            self.twin.sample.seed = self.sample.seed
+        if (shift := state.get("float32_shift")) is not None:
+            if shift.shape != () or shift.dtype != torch.float64 or not float(shift) >= 0:
+                raise ValueError("float32_shift is not as expected")
+            self.undecided, self.float32_shift = False, float(shift)
 
     @classmethod
     def from_state(

@@ -1,11 +1,9 @@
 """Rows on their way into sums: kept as they are, or shifted and converted a tile at a time.
 
-    kept = KeptRows()
-    kept.add(x, y, weight)                              # few rows, in the dtype of the model
-    for tile, w in tiles(x, y, weight, shift, 2048):    # many rows
-        ...                                             # tile (at most 2048, D) = [x, y] - shift
-
-A tile is float64, or float32 on a device without float64.
+kept = KeptRows()
+kept.add(x, y, weight)                              # few rows, in the dtype of the model
+for x, y, w in pieces(x, y, weight, 2048):          # many rows: views of at most 2048
+    tile = shifted(x, y, shift, torch.float64)      # (rows, D) = [x, y] - shift
 """
 
 from __future__ import annotations
@@ -55,44 +53,62 @@ class KeptRows:
 
 
 def mean_row(x: Tensor, y: Tensor, device: torch.device) -> Tensor:
-    """(D,) the mean of the rows [x, y] in float64; ValueError if it is not finite."""
-    wide = widest(x.device)
-    means = [t.reshape(-1, t.shape[-1]).mean(0, dtype=wide) for t in (x, y)]
-    check_finite(*means)
-    return torch.cat(means).to(device).double()  # in this order: mps has no float64
+    """(D,) about the mean of the rows [x, y], in float64; ValueError if it is not finite.
 
-
-def tiles(
-    x: Tensor, y: Tensor, weight: Tensor | None, shift: Tensor, most: int, lead: int = 0
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """(tile, weight): rows [`lead` empty columns, x, y] - shift, at most `most` at a time.
-
-    Float64 on the device of the rows, or float32 where that device has no float64. All tiles of a
-    thread share one workspace: a tile is valid until the next one is made.
+    Rounded to float32, so that float32 rows are shifted by it exactly as they are in float64.
     """
-    parts = _parts(shift, x.device)
-    d_in, d_out = x.shape[-1], y.shape[-1]
-    width = lead + d_in + d_out
+    sums = torch.cat(column_sums(x, y)).to(device).double()  # in this order: mps has no float64
+    mean = sums / x.shape[:-1].numel()
+    return torch.where(mean.float().isfinite(), mean.float().double(), mean)
+
+
+def pieces(
+    x: Tensor, y: Tensor, weight: Tensor | None, most: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Views of at most `most` rows each: x (windows, positions, d_in), y, weight."""
     if x.dim() != 3:  # (windows, positions, features) stays as it is, uncopied
-        x, y = x.reshape(1, -1, d_in), y.reshape(1, -1, d_out)
+        x, y = (t.reshape(1, -1, t.shape[-1]) for t in (x, y))
         weight = None if weight is None else weight.reshape(1, -1)
     step = max(1, most // x.shape[1])
     for i in range(0, len(x), step):
         for j in range(0, x.shape[1], most):
             at = (slice(i, i + step), slice(j, j + most))
-            windows, positions = x[at].shape[:2]
-            tile = _workspace(windows * positions, width, x.device)
-            z = tile.view(windows, positions, width)
-            z[..., lead : lead + d_in].copy_(x[at])
-            z[..., lead + d_in :].copy_(y[at])
-            for part in parts:
-                tile[:, lead:].sub_(part)
-            yield tile, None if weight is None else weight[at].reshape(-1).to(tile)
+            yield x[at], y[at], None if weight is None else weight[at]
+
+
+def shifted(x: Tensor, y: Tensor, shift: Tensor, dtype: torch.dtype, lead: int = 0) -> Tensor:
+    """(rows, lead + D): `lead` empty columns, and [x, y] - shift, rounded once to this dtype.
+
+    All tiles of a thread share one workspace: a tile is valid until the next one is made.
+    """
+    d_in, d_out = x.shape[-1], y.shape[-1]
+    tile = _workspace(x.shape[:-1].numel(), lead + d_in + d_out, x.device, dtype)
+    z = tile.view(*x.shape[:-1], lead + d_in + d_out)[..., lead:]
+    wide = torch.promote_types(torch.promote_types(x.dtype, y.dtype), dtype)
+    for part, own in ((z[..., :d_in], x), (z[..., d_in:], y)):
+        c = shift[:d_in] if own is x else shift[d_in:]
+        torch.sub(own, c.to(wide).to(x.device), out=part)
+    if wide == torch.float32 and bool((rest := shift - shift.float().double()).any()):
+        z.sub_(rest.float().to(x.device))  # of a shift that is not a float32 number
+    return tile
 
 
 def widest(device: torch.device) -> torch.dtype:
     """The widest floating-point dtype that a device has."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def column_sums(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Sums of the columns of x and y; ValueError if rows are not finite."""
+    sums = []
+    for t in (x, y):
+        over = tuple(range(t.dim() - 1))
+        total = t.sum(over, dtype=torch.promote_types(t.dtype, torch.float32))
+        if not bool(total.isfinite().all()):  # float32 may be too narrow for it
+            total = t.sum(over, dtype=widest(t.device))
+        sums.append(total)
+    check_finite(*sums)
+    return sums
 
 
 def check_finite(sum_x: Tensor, sum_y: Tensor) -> None:
@@ -105,20 +121,9 @@ def check_finite(sum_x: Tensor, sum_y: Tensor) -> None:
             )
 
 
-def _workspace(rows: int, width: int, device: torch.device) -> Tensor:
+def _workspace(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(rows, width) scratch, one for each thread: a new one costs more than the copy into it."""
-    cache, key = _local.__dict__.setdefault("scratch", {}), (device, widest(device))
+    cache, key = _local.__dict__.setdefault("scratch", {}), (device, dtype)
     if key not in cache or cache[key].numel() < rows * width:
-        cache[key] = torch.empty(rows * width, dtype=key[1], device=device)
+        cache[key] = torch.empty(rows * width, dtype=dtype, device=device)
     return cache[key][: rows * width].view(rows, width)
-
-
-def _parts(shift: Tensor, device: torch.device) -> list[Tensor]:
-    """The shift on a device: itself, or two float32 vectors that add up to it.
-
-    Subtracting them one after the other rounds z - c, not c.
-    """
-    if widest(device) == torch.float64:
-        return [shift.to(device)]
-    high = shift.float()
-    return [high.to(device), (shift - high).float().to(device)]

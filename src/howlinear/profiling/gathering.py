@@ -79,7 +79,7 @@ class Scope:
             "documents": text.documents,
             "solver": course.solver,
             "precision": course.precision,
-            "precision_difference": None,  # until it is measured
+            "float64_blocks": {},  # until they are known
             "experts": self.experts,
             "seed": course.seed,
         }

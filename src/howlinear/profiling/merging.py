@@ -23,7 +23,7 @@ from howlinear.linear.folds import Folds, RowSplit, Split
 from howlinear.linear.stores import BlockStore, name_of
 from howlinear.models.cutting import spread_windows, windows
 from howlinear.models.documents import Documents
-from howlinear.profiling.profiler import Profile, differences_of, divided
+from howlinear.profiling.profiler import Profile, divided, float64_blocks
 from howlinear.profiling.scores import Measured, measure_store
 from howlinear.run.folder import RunFolder
 from howlinear.run.tensors import read_store, save_moments, saved_maps
@@ -160,7 +160,7 @@ def merge_runs(
         _replace(out, part, overwrite)
     finally:
         shutil.rmtree(part, ignore_errors=True)  # what an interruption or a full disk leaves
-    settings["precision_difference"] = differences_of(measured)
+    settings["float64_blocks"] = float64_blocks(measured)
     records, experts = divided(measured)
     return Profile(records, *saved_maps(out, records), [], settings, _about(heads, notes), experts)
 

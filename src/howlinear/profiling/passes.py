@@ -33,6 +33,7 @@ from howlinear.run.saving import Saves
 from howlinear.run.tensors import read_store
 from howlinear.run.work import Advance, Work
 
+PRECISIONS = ("auto", "float64", "mixed")
 PRIMER = (8, 16)  # windows, and tokens of each, that sink units are chosen by
 
 
@@ -45,7 +46,7 @@ class Course(Work):
     together: int | None = None  # blocks that are measured in one pass over the text; None: all
     saves: Saves | None = None
     solver: str = "moments"
-    precision: str = "float64"  # of products; "mixed" makes them in float32
+    precision: str = "auto"  # of products: float64, "mixed" (float32), or each block by itself
     seed: int = 0  # of the samples of rows and of gradients
 
     def __post_init__(self) -> None:
@@ -55,6 +56,11 @@ class Course(Work):
             raise ValueError(f"there is no part {part} of {parts} (--shard I/N, from 0)")
         if self.together is not None and self.together < 1:
             raise ValueError(f"blocks are measured at least one at a time, not {self.together}")
+        if self.precision not in PRECISIONS:
+            expected = ", ".join(PRECISIONS)
+            raise ValueError(
+                f"unknown precision {self.precision!r}, expected one of {expected} (--precision)"
+            )
         if self.solver not in SOLVERS:
             expected = ", ".join(SOLVERS)
             raise ValueError(
@@ -124,17 +130,14 @@ class Pass:
         return [self._store(block, sinks.get(block.index)) for block in group]
 
     def _store(self, block: Block, sinks: tuple[list[int], list[float]] | None) -> BlockStore:
-        course, whole = self.course, [b for b in self.at if not b.expert]
+        course = self.course
         known = Known(has_stream=False) if block.expert else self._known(block, sinks)
         path = block.entry if block.expert in ("", SHARED) else block.entry.rpartition(".")[0]
         device = device_of(self.model.get_submodule(path))
         if device.type == "mps":  # it has no float64
             device = torch.device("cpu")
         like = (block, self.split.groups, course.solver, course.seed, device, known)
-        store = BlockStore(*like, course.precision)
-        if course.precision != "float64" and block in (whole[0], whole[len(whole) // 2], whole[-1]):
-            store.twin = BlockStore(*like)
-        return store
+        return BlockStore(*like, course.precision)
 
     def _known(self, block: Block, sinks: tuple[list[int], list[float]] | None) -> Known:
         units, shares = sinks or (None, None)

@@ -13,6 +13,7 @@ sample of rows for `stream_error`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine
 from howlinear.linear.folds import Split, check_rows
+from howlinear.linear.precision import HARMLESS
 from howlinear.linear.stores import BlockStore, is_wide
 from howlinear.models.families import Block, blocks, left_out
 from howlinear.models.forward import WindowsLike, as_windows
@@ -64,12 +66,9 @@ class Profile(Result):
                 f"{unread['count']} feed-forward blocks outside the text stack are not measured, "
                 f"such as {unread['path']}: choose them by their path (--blocks REGEX)"
             )
-        if differences := self.settings.get("precision_difference"):
-            which = ", ".join(map(str, differences))
-            notes.append(
-                f"sums in mixed precision: R2 of blocks {which} is off by at most "
-                f"{max(differences.values()):.1e} from float64"
-            )
+        if exact := self.settings.get("float64_blocks"):
+            which = ", ".join(map(str, exact))
+            notes.append(f"products in float64 for blocks {which}: in float32 R2 could move")
         if why := self.settings.get("no_expected_kl"):
             notes.append(f"no expected cost of swaps: {why}")
         lacking = [b.index for b in self.blocks if b.input_rank < b.d_in]
@@ -215,8 +214,8 @@ def _assembled(
     course: Course, measured: list[Measured], kept: list[BlockStore], settings: dict[str, Any]
 ) -> Profile:
     """Records at every rank; maps and stores in memory unless they are in the run folder."""
-    every = (*divided(measured), differences_of(measured))
-    records, experts, settings["precision_difference"] = course.ranks.share(every)
+    every = (*divided(measured), float64_blocks(measured))
+    records, experts, settings["float64_blocks"] = course.ranks.share(every)
     if course.saves is not None and course.ranks.rank == 0:
         maps, features = saved_maps(course.saves.folder, records)
         return Profile(records, maps, features, [], settings, experts=experts)
@@ -245,10 +244,11 @@ def divided(measured: Sequence[Measured]) -> tuple[list[BlockProfile], list[Bloc
     )
 
 
-def differences_of(measured: Sequence[Measured]) -> dict[int, float] | None:
-    """Distance of R2 from that of float64 sums, for blocks that have both; None if none has."""
-    by_block = {m.record.index: m.difference for m in measured if m.difference is not None}
-    return dict(sorted(by_block.items())) or None
+def float64_blocks(measured: Sequence[Measured]) -> dict[int, float | None]:
+    """Blocks whose products stayed in float64, and how far R2 could have moved; None: they lack rank."""
+    shifts = {m.record.index: m.float32_shift for m in measured if m.float32_shift is not None}
+    kept = {i: shift for i, shift in sorted(shifts.items()) if shift > HARMLESS}
+    return {i: shift if math.isfinite(shift) else None for i, shift in kept.items()}
 
 
 def _at_first(course: Course, stores: list[BlockStore], measured: list[Measured]) -> list[Measured]:

@@ -1,0 +1,48 @@
+"""May the products of a block's rows be made in float32? Measured on some of its rows.
+
+    shift = float32_shift(sums, x, y)       # of the rows so far, and one tile of them
+    if shift <= HARMLESS: ...
+
+Float32 products are about twice as fast as float64 ones, or far more. They change R2 by their
+rounding, which the weights of the map amplify: by much where y depends on directions in which the inputs
+hardly vary.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from howlinear.linear.accumulators import TILE
+from howlinear.linear.moments import Moments
+from howlinear.linear.solving import solve
+
+NARROW = 256  # columns: blocks below it are summed in float64, which takes no time there
+HARMLESS = 2.5e-7  # estimates up to here: R2 then moves by less than 1e-6, see docs/numerics.md
+
+
+def float32_shift(sums: Moments, x: Tensor, y: Tensor) -> float:
+    """About how far float32 products would move R2; infinite where they would lose a direction.
+
+    `sums` are float64 ones of at least as many rows as columns; x (n, d_in) and y (n, d_out) are rows. The
+    map of `sums` is scored on these rows twice, by products in either precision; the changes of all
+    output features add without their signs. One tile is measured: errors of many cancel further.
+    """
+    resolved, coarse = solve(sums), sums.copy()
+    coarse.blur()
+    if solve(coarse)[0].rank < sums.d_in:
+        return math.inf
+    W = resolved[0].weight
+    exact, rounded = (
+        Moments(sums.d_in, sums.d_out, shift=sums.shift, device=sums.device, precision=precision)
+        for precision in ("float64", "mixed")
+    )
+    for moments in (exact, rounded):
+        moments.update(x[:TILE], y[:TILE])
+    (xx, xy), (xx32, xy32) = exact.gram(), rounded.gram()
+    xx32 -= xx
+    xy32 -= xy
+    change = rounded.S_yy - exact.S_yy + ((W @ xx32) * W).sum(1) - 2 * (W * xy32.t()).sum(1)
+    total = float(exact.S_yy.sum())
+    return float(change.abs().sum()) / total if total > 0 else math.inf
