@@ -29,7 +29,6 @@ import time
 import torch
 
 from howlinear import blocks, builtin_text, load, profile, windows
-from howlinear.linear.folds import Folds
 from howlinear.linear.stores import BlockStore, Known
 from howlinear.models.families import backbone
 from howlinear.models.forward import Forward, as_windows
@@ -67,7 +66,7 @@ def slope(model, ids, repeats: int) -> None:
     ratios = []
     further = ids[8192 // LENGTH : 16384 // LENGTH]
     at, text, forward = blocks(model), as_windows(ids), Forward(model)
-    reading = Pass(model, text, at, Folds(5), Course(batch_size=BATCH))
+    reading = Pass(model, text, at, text.folds(5), Course(batch_size=BATCH))
     start = reading.beginning(next(text.batches(BATCH)))
     sinks = sink_units(model, at, lambda: forward(start))
     for _ in range(repeats):
@@ -77,7 +76,7 @@ def slope(model, ids, repeats: int) -> None:
         ]
 
         def read(batch, stores=stores) -> None:
-            # offsets count from 0: which two of the five folds fill up does not matter here
+            # offsets count from 0: which of the five folds fills up does not matter here
             batches, advance = as_windows(batch).batches(BATCH), lambda tokens: None
             run = lambda batch: forward(batch.inputs)  # noqa: E731
             reading.read(batches, stores, run, advance)

@@ -50,9 +50,12 @@ class Rows:
     @cached_property
     def stream(self) -> Tensor | None:
         """(n,), |h|^2 in float32 or better, in units of y: where the layer adds s y, |h / s|^2."""
-        if self.h is None:
-            return None
-        wide = self.h.to(torch.promote_types(self.h.dtype, torch.float32))
+        return None if self.h is None else self.stream_at(slice(None))
+
+    def stream_at(self, at: Tensor | slice) -> Tensor:
+        """(m,), `stream` of some rows, where h is known."""
+        assert self.h is not None
+        wide = self.h[at].to(torch.promote_types(self.h.dtype, torch.float32))
         return (wide / self._scale).square().sum(-1)
 
     @cached_property
@@ -102,7 +105,7 @@ class RowSample:
 
     def update(self, x: Tensor, rows: Rows, group: Tensor, place: Tensor) -> None:
         """`group` (n,) is each row's fold, `place` (n,) its token offset in the text."""
-        if rows.stream is None:
+        if rows.h is None:
             return
         keys = hashed(place, self.seed)
         slots, new = self._accept(keys)
@@ -110,7 +113,7 @@ class RowSample:
         self.keys[slots], self.group[slots] = keys[new], group[new]
         self.x[slots] = x[at].float().cpu()
         self.y[slots] = rows.y[at].float().cpu()
-        self.stream[slots] = rows.stream[at].float().cpu()
+        self.stream[slots] = rows.stream_at(at).float().cpu()
 
     def merge(self, other: RowSample) -> None:
         slots, new = self._accept(other.keys)
