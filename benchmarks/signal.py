@@ -24,7 +24,7 @@ import time
 from howlinear.losses.protocols import EvalProtocol, held_out_tokens
 from howlinear.losses.sweeps import swap_costs
 from howlinear.models.corpus import open_text
-from howlinear.models.cutting import default_tokens, document_windows, fitting_length
+from howlinear.models.cutting import default_tokens, fitting_length, spread_windows
 from howlinear.models.families import blocks
 from howlinear.models.loading import load
 from howlinear.profiling.profiler import profile
@@ -55,7 +55,7 @@ def main() -> None:
     length, width = fitting_length(model, tokenizer, 512), max(b.d_in for b in at)
     tokens = options.fit_tokens or default_tokens(width)
     began = time.monotonic()
-    result = profile(model, document_windows(text.fit, tokenizer, length, tokens=tokens))
+    result = profile(model, spread_windows(text.fit, tokenizer, length, tokens=tokens))
     print(f"profile of {result.settings['tokens']} tokens: {time.monotonic() - began:.0f} s")
     if result.settings["no_expected_kl"]:
         raise SystemExit(f"no expected costs: {result.settings['no_expected_kl']}")
