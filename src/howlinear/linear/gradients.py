@@ -21,8 +21,8 @@ from torch import Tensor
 
 from howlinear.linear.rows import checked_rows
 
-WINDOWS = 8  # that are kept
-LENGTH = 128  # tokens of each, at most: an error counts in the predictions that follow it
+WINDOWS = 12  # that are kept
+LENGTH = 85  # tokens of each, at most: an error counts in the predictions that follow it
 
 
 class GradientSample:

@@ -167,7 +167,7 @@ def profile(
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
     out. `experts` measures each expert of a mixture too: on the tokens "routed" to it, or on "all".
-    `signal` estimates what a swap costs, by a backward pass over 1024 tokens: `expected_kl`, None layer by
+    `signal` estimates what a swap costs, by a backward pass over 1020 tokens: `expected_kl`, None layer by
     layer, offloaded, without a next-token loss, and for inputs other than repeatable token ids.
     `batch_size` (8) is in windows. `course` is how the work is carried out: solver, precision, seed,
     processes, saves. `progress` is called with the number of tokens of each batch done.
