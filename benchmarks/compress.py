@@ -51,7 +51,7 @@ def main() -> None:
         choose=windows(text.choose(), tokenizer, 128, tokens=options.tokens),
         report=windows(text.report(), tokenizer, 128, tokens=options.tokens),
         settings=CompressSettings(
-            curve=[float(s.rstrip("%")) / 100 for s in options.shares.split(",")]
+            curve=[float(s.rstrip("%")) / 100 for s in options.shares.split(",")], baselines=True
         ),
         progress=progress,
     )

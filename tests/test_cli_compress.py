@@ -27,7 +27,7 @@ def squeezed(copied, here, tmp_path):
 
 def test_a_smaller_model_is_written_loads_and_says_how_it_was_made(squeezed, copied, tmp_path):
     out = tmp_path / "small"
-    done = squeezed("-o", out, "--remove-params", "30%", "--no-baselines")
+    done = squeezed("-o", out, "--remove-params", "30%")
     assert "blocks replaced" in done.stdout
     assert "tokens that nothing was fitted to or chosen by" in " ".join(done.stdout.split())
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if str(out) not in line)
@@ -45,7 +45,7 @@ def test_a_smaller_model_is_written_loads_and_says_how_it_was_made(squeezed, cop
 
 
 def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):
-    squeezed("--dry-run", "--blocks", "0,2", "--keep-units", 2, "--no-baselines")
+    squeezed("--dry-run", "--blocks", "0,2", "--keep-units", 2)
     plan = json.loads((copied / "plan.json").read_text())
     assert [(b["index"], b["rank"], b["units"]) for b in plan["blocks"]] == [
         (0, None, 2),
@@ -54,13 +54,13 @@ def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):
     plan["blocks"] = [plan["blocks"][1] | {"rank": 3, "units": 8}]
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(plan))
-    done = squeezed("--dry-run", "--plan", mine, "--no-baselines", "--json")
+    done = squeezed("--dry-run", "--plan", mine, "--json")
     (replaced,) = [b for b in json.loads(done.stdout)["blocks"] if b["replaced"]]
     assert (replaced["index"], replaced["rank"], len(replaced["units"])) == (2, 3, 8)
 
 
 def test_baselines_are_in_the_table(squeezed):
-    done = squeezed("--dry-run", "--blocks", "1", "--keep-units", 0)
+    done = squeezed("--dry-run", "--blocks", "1", "--keep-units", 0, "--baselines")
     for method in ("refitted", "cheapest swaps", "highest R2", "blocks removed"):
         assert method in done.stdout
 

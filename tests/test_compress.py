@@ -95,7 +95,7 @@ def test_a_budget_that_buys_nothing_is_told(run):
 
 
 def test_baselines_stand_beside_it(run):
-    _, result = squeezed(run, Budget(parameters=0.5), curve=[0.2])
+    _, result = squeezed(run, Budget(parameters=0.5), curve=[0.2], baselines=True)
     methods = {p.method for p in result.curve}
     assert methods == {"ours", "swap", "r2", "zero"}
     for name in methods:
@@ -121,7 +121,7 @@ def test_baselines_go_by_the_swaps_that_the_run_has_measured(run, tmp_path):
     swaps.save(folder)
     measure_swaps(model, folder, choose=CHOOSE, report=REPORT[:9], at="0").save(folder)
     costs = {b.index: b.delta_nll_plain for b in swaps.blocks}
-    _, result = squeezed(folder, at="0", units=0)
+    _, result = squeezed(folder, at="0", units=0, baselines=True)
     (first,) = [p for p in result.curve if p.method == "swap" and len(p.chosen) == 1]
     assert list(first.chosen) == [min(costs, key=costs.get)]
     assert first.change.delta_nll == pytest.approx(min(costs.values()), abs=1e-6)

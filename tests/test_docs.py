@@ -102,7 +102,7 @@ SMALLER = {  # what the tutorial's commands take for a model of three blocks
     "profile": ["--tokens", "4096"],
     "swap": ["--tokens", "256"],
     "probe": ["--tokens", "256"],
-    "compress": ["--tokens", "256", "--no-baselines"],
+    "compress": ["--tokens", "256"],
     "bench": ["--max-length", "32", "--new-tokens", "2", "--repeats", "2"],
 }
 FEWER = {"11,28": "1,2", "11": "1", "14-16": "0,2"}  # blocks

@@ -42,9 +42,11 @@ AddBiases = Annotated[bool, Option("--add-biases", help="With narrow: enable the
 Tokens = Annotated[int, Option(help="Tokens to choose by; as many others to report on.", min=256)]
 Curve = Annotated[
     str | None,
-    Option(help="More sizes to measure, with this method and with baselines: 5%,10%,20%."),
+    Option(help="More sizes to measure: 5%,10%,20%."),
 ]
-Baselines = Annotated[bool, Option(help="Measure simpler methods of the same size.")]
+Baselines = Annotated[
+    bool, Option("--baselines", help="Measure simpler methods of the same size, too.")
+]
 DryRun = Annotated[
     bool, Option("--dry-run", help="Write plan.json and compress.json, but no model.")
 ]
@@ -65,7 +67,7 @@ def compress(
     add_biases: AddBiases = False,
     tokens: Tokens = 4096,
     curve: Curve = None,
-    baselines: Baselines = True,
+    baselines: Baselines = False,
     dry_run: DryRun = False,
     device: flags.Device = "cpu",
     trust_remote_code: flags.TrustRemoteCode = False,

@@ -46,7 +46,7 @@ class CompressSettings:
     units: int | str = "auto"  # hidden units kept beside a matrix, or "auto" to choose
     intercept: bool = True  # may maps have biases?
     curve: Sequence[float] = ()  # shares of the feed-forward parameters to measure at, too
-    baselines: bool = True  # measure the baselines beside ours
+    baselines: bool = False  # measure the baselines beside ours
     even: bool = False  # will all blocks be as wide as the widest, as in a stock model?
     protocol: EvalProtocol | str | None = None
 

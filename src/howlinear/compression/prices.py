@@ -2,9 +2,10 @@
 
     options = price_options(fitter, sizes, losses, rank="auto", units="auto")
 
-A few ways are measured for each block: one matrix beside SINKS hidden units, and shares ALONE of the
-hidden units without a matrix. The costs of other ways are interpolated from these, by the share of
-variance that each way leaves unexplained.
+A few ways are priced for each block: one matrix beside SINKS hidden units, and shares ALONE of the
+hidden units without a matrix. Their price is what the errors of the map are expected to cost, by the
+gradients of the predictions on a few windows (`profiling.expected`): no block is swapped for it. The
+prices of other ways are interpolated from these, by the share of variance that each way leaves unexplained.
 """
 
 from __future__ import annotations
@@ -13,26 +14,32 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from howlinear.compression.plan import Option, expected
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.linear.affine import Factored, Map, UnitMap
+from howlinear.linear.gradients import WINDOWS
 from howlinear.linear.unit_selection import GROUP
 from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import EvalProtocol, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import Variant, sweep
 from howlinear.models.families import Block, Replacement, blocks, parameter_count
-from howlinear.models.forward import WindowsLike
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.hooks import as_module, swapped
 from howlinear.models.units import hidden_count, taken
+from howlinear.profiling.expected import expected_kl
+from howlinear.profiling.gradients import gradients_on, why_no_gradients
+from howlinear.profiling.passes import Course
 from howlinear.run.work import Work
 
 ALONE = (0.5, 0.75)
 RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
 BESIDE = (0.0, 0.25, 0.5)
 OPTION_TOKENS = 1024  # tokens on which the cost of one option is measured
+WORTH = 0.9  # of the cost without units: what they must lower it to
 SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few, and few suffice
 
 
@@ -111,6 +118,31 @@ class Losses:
         except ValueError as error:
             self.reason = str(error)
 
+    def expected(self, variants: Sequence[Variant]) -> list[float]:
+        """What each replacement of one block alone is expected to cost, in nats a token.
+
+        Measured instead where there are no gradients.
+        """
+        ids = as_windows(self.choose).ids
+        if ids is None or why_no_gradients(self.model, as_windows(ids), Course()):
+            return [change.kl for change in self.alone("measuring options", variants)]
+        self.work.begin("pricing options")
+        step = max(1, len(ids) // WINDOWS)
+        at = list(dict.fromkeys(block for block, _ in variants))
+        samples = gradients_on(self.model, at, ids[::step][:WINDOWS])
+        if not samples:
+            raise ValueError("predictions are not finite")
+        costs = []
+        like = next(self.model.parameters())
+        with torch.no_grad():
+            for block, fitted in variants:
+                norm = self.model.get_submodule(block.out_norm) if block.out_norm else None
+                after = norm and (lambda y, norm=norm: norm(y.to(like)).cpu().double())
+                sample = samples[block]
+                guess = fitted(sample.x.to(like)).cpu()
+                costs.append(expected_kl(sample, guess, after).nats)
+        return costs
+
     def alone(self, label: str, variants: Sequence[Variant]) -> list[Comparison]:
         """Each replacement of one block alone, on the first tokens of the text for choosing."""
         windows = self.choose
@@ -140,7 +172,7 @@ def price_options(
             f"--max-ppl-increase and --remove-params measure costs, but {losses.reason}: name "
             "blocks (--blocks) or give a --plan"
         )
-    shapes = {b: _measured_shapes(b, sizes, rank, units) for b in fitter.at}
+    shapes = {b: _priced_shapes(b, sizes, rank, units) for b in fitter.at}
     ranks = {
         b: {sizes.units_near(b, share): _ranks(b, rank) for share in BESIDE}
         for b in fitter.at
@@ -149,13 +181,13 @@ def price_options(
     advance = losses.work.begin("fitting options", len(fitter.at) * fitter.windows.numel())
     maps = fitter.fit_alone(shapes, ranks, advance)
     variants = [(b, fitted) for b in fitter.at for fitted in maps[b]]
-    costs = iter(losses.alone("measuring options", variants))
+    costs = iter(losses.expected(variants))
     options = []
     for b in fitter.at:
-        measured = {shape: next(costs).kl for shape in shapes[b]}
+        priced = {shape: next(costs) for shape in shapes[b]}
         rests = fitter.rests[b]
-        points = [(rests[shape], cost) for shape, cost in measured.items() if shape in rests]
-        by_shape = {shape: expected(points, rest) for shape, rest in rests.items()} | measured
+        points = [(rests[shape], cost) for shape, cost in priced.items() if shape in rests]
+        by_shape = {shape: expected(points, rest) for shape, rest in rests.items()} | priced
         for (r, k), cost in by_shape.items():
             saved = 0 if sizes.even and sizes.others else sizes.saved(b, (r, k))
             if saved > 0 and _allowed(b, (r, k), sizes, rank, units):
@@ -163,7 +195,7 @@ def price_options(
     return options
 
 
-def _measured_shapes(block: Block, sizes: Sizes, rank: int | str, units: int | str) -> list[Shape]:
+def _priced_shapes(block: Block, sizes: Sizes, rank: int | str, units: int | str) -> list[Shape]:
     if not sizes.hidden[block]:
         return [(full_or(rank), 0)]
     if units != "auto":
@@ -209,9 +241,9 @@ def shapes_of_named(
     rank: int | str,
     units: int | str,
 ) -> dict[Block, Shape]:
-    """One matrix for each block; with units "auto", SINKS hidden units where they lower the loss.
+    """One matrix for each block; with units "auto", SINKS hidden units beside it where they are worth it.
 
-    They do if the paired gain exceeds twice its standard error. Without a loss they are kept.
+    They are if the expected cost falls by a tenth. Without a loss they are kept.
     """
     r = full_or(rank)
     if units != "auto":
@@ -223,10 +255,9 @@ def shapes_of_named(
         return {b: choices[-1] for b, choices in shapes.items()}
     maps = fitter.fit_alone(shapes)
     variants = [(b, fitted) for b in at for fitted in maps[b]]
-    costs = iter(losses.alone("choosing units", variants))
+    costs = iter(losses.expected(variants))
     chosen = {}
     for b, choices in shapes.items():
-        changes = [next(costs) for _ in choices]
-        gain, se = changes[-1].gain_over(changes[0])
-        chosen[b] = choices[-1] if gain > 2 * se else choices[0]
+        found = [next(costs) for _ in choices]
+        chosen[b] = choices[-1] if found[-1] < WORTH * found[0] else choices[0]
     return chosen

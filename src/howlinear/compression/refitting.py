@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.moments import Moments
+from howlinear.linear.precision import NARROW, is_resolved
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
 from howlinear.linear.unit_selection import Elimination, elimination, joint_map, unexplained_by_rank
@@ -223,12 +224,19 @@ def _moments(
     hidden: nn.Module | None,
     alone: bool = False,
 ) -> Moments:
-    """Moments of [x, hidden units], or of hidden units alone, and y."""
-    moments = None
-    for xs, ys, w in zip(x.split(CHUNK), y.split(CHUNK), weight.split(CHUNK), strict=True):
-        parts = ([] if alone else [xs]) + ([] if hidden is None else [hidden(xs)])
-        joint = torch.cat(parts, 1)
-        moments = moments or Moments(joint.shape[1], block.d_out)
-        moments.update(joint, ys, w)
-    assert moments is not None
-    return moments
+    """Moments of [x, hidden units], or of hidden units alone, and y; in float32 where that is harmless."""
+
+    def summed(precision: str) -> Moments:
+        moments = None
+        for xs, ys, w in zip(x.split(CHUNK), y.split(CHUNK), weight.split(CHUNK), strict=True):
+            parts = ([] if alone else [xs]) + ([] if hidden is None else [hidden(xs)])
+            joint = torch.cat(parts, 1)
+            if moments is None:
+                moments = Moments(joint.shape[1], block.d_out)
+                moments.precision = precision if joint.shape[1] >= NARROW else "float64"
+            moments.update(joint, ys, w)
+        assert moments is not None
+        return moments
+
+    moments = summed("mixed")
+    return moments if moments.precision == "float64" or is_resolved(moments) else summed("float64")

@@ -15,8 +15,8 @@ A row costs d_in (d_in / 2 + d_out) multiply-adds; the sums take 8 bytes for eac
 With `precision="mixed"` products of rows are made in float32, `TILE` rows at a time, on the device of
 the rows, and added in float64. With u = 2**-24:
 
-- Each number is rounded once, by u of z - c. A tile whose squares leave float32's range, and rows
-  with weights, are summed in float64.
+- Each number is rounded once, by u of z - c. A tile whose squares leave float32's range is summed in
+  float64.
 - A float32 sum of T squares has an error of u T at worst and u sqrt(T / 3) typically, even if it is
   made one by one (BLAS sums in blocks, which is better). Tiles add in float64, so the error of n
   rows is u T / sqrt(3 n), relative to the product of the columns' norms: T = 2048 gives 26 u for
@@ -75,13 +75,14 @@ class Moments(Accumulator):
     def _absorb(self, x: Tensor, y: Tensor, weight: Tensor | None, precision: str) -> None:
         shift = self.shift_for(x, y)
         for xs, ys, w in pieces(x, y, weight, TILE):
-            if precision == "mixed" and w is None:
+            w = None if w is None else w.flatten()
+            if precision == "mixed":
                 z = shifted(xs, ys, shift, torch.float32)
                 with full_float32(z.device):
-                    if self._add_float32(z):
+                    if self._add_float32(z, None if w is None else w.to(z)):
                         continue
             xs, ys = xs.to(self.device), ys.to(self.device)
-            self._add(shifted(xs, ys, shift, torch.float64), None if w is None else w.flatten())
+            self._add(shifted(xs, ys, shift, torch.float64), w)
 
     def _add(self, z: Tensor, w: Tensor | None) -> None:
         """One tile z (T, D) with weights."""
@@ -94,9 +95,10 @@ class Moments(Accumulator):
         for i, panel in self._views():
             panel.addmm_(left[:, i : i + len(panel)].t(), z[:, i:])
 
-    def _add_float32(self, z: Tensor) -> bool:
+    def _add_float32(self, z: Tensor, w: Tensor | None) -> bool:
         """One float32 tile; False, and nothing is added, where squares leave float32's range."""
-        total, squares = z.sum(0), z.square().sum(0)
+        left = z if w is None else z * w[:, None]
+        total, squares = left.sum(0), (left * z).sum(0)
         small = squares < LEAST
         if not bool(squares.isfinite().all()) or bool(z[:, small].any()):
             return False
@@ -107,7 +109,7 @@ class Moments(Accumulator):
         for first in range(0, len(views), size):
             wide = views[first : first + size]
             i, j = wide[0][0], wide[-1][0] + len(wide[-1][1])
-            product = (z[:, i:j].t() @ z[:, i:]).to(self.device)
+            product = (left[:, i:j].t() @ z[:, i:]).to(self.device)
             for k, panel in wide:
                 panel.add_(product[k - i : k - i + len(panel), k - i :])
         return True

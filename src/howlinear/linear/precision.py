@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from howlinear.linear.accumulators import TILE
 from howlinear.linear.moments import Moments
-from howlinear.linear.solving import solve
+from howlinear.linear.solving import column_scale, smallest_eigenvalue, solve
 
 NARROW = 256  # columns: blocks below it are summed in float64, which takes no time there
+RESOLVED = 1e-4  # eigenvalues of scaled inputs: float32 products move them by about 1e-5
 HARMLESS = 2.5e-7  # estimates up to here: R2 then moves by less than 1e-6, see docs/numerics.md
 
 
@@ -46,3 +48,11 @@ def float32_shift(sums: Moments, x: Tensor, y: Tensor) -> float:
     change = rounded.S_yy - exact.S_yy + ((W @ xx32) * W).sum(1) - 2 * (W * xy32.t()).sum(1)
     total = float(exact.S_yy.sum())
     return float(change.abs().sum()) / total if total > 0 else math.inf
+
+
+def is_resolved(sums: Moments) -> bool:
+    """Do all directions of the scaled inputs stand far above what float32 products blur? O(d_in^3 / 3)"""
+    S_xx, _ = sums.gram()
+    scale = column_scale(S_xx.diagonal(), 0.0)
+    L, info = torch.linalg.cholesky_ex(S_xx / scale / scale[:, None])
+    return not int(info) and smallest_eigenvalue(L) > RESOLVED

@@ -117,7 +117,7 @@ def _factor(C: Tensor, tol: float) -> Tensor | None:
     L, info = torch.linalg.cholesky_ex(C)
     if int(info):
         return None
-    if _smallest(L) > 100 * tol**2 * float(C.abs().sum(1).max()):
+    if smallest_eigenvalue(L) > 100 * tol**2 * float(C.abs().sum(1).max()):
         return L
     values = torch.linalg.eigvalsh(C)
     return L if bool((values > tol**2 * values[-1]).all()) else None
@@ -180,7 +180,7 @@ def _solve_root(
     return (Z / s[keep]) @ Vh[keep] / scale, rank, Z
 
 
-def _smallest(L: Tensor, steps: int = 4) -> float:
+def smallest_eigenvalue(L: Tensor, steps: int = 4) -> float:
     """About the smallest eigenvalue of L L', by inverse iteration; never below it. O(d^2)."""
     v = torch.ones(len(L), 1, dtype=L.dtype, device=L.device)
     v[1::2] = -1  # unlikely to be orthogonal to the eigenvector

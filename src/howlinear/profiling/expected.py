@@ -14,7 +14,7 @@ otherwise decide the mean. Products of errors at different positions are left ou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from howlinear.linear.accumulators import merged
 from howlinear.linear.affine import Affine
 from howlinear.linear.gradients import GradientSample
 from howlinear.linear.solving import solve
-from howlinear.linear.stores import BlockStore, OutNorm
+from howlinear.linear.stores import BlockStore
 from howlinear.records.statistics import ratio
 
 LIMIT = 8.0  # nats that the error of one token may cost
@@ -43,8 +43,13 @@ class Expected:
     share_beyond: float  # share of tokens with q > 1, beyond a second-order estimate
 
 
-def expected_kl(sample: GradientSample, guess: Tensor, norm: OutNorm | None = None) -> Expected:
-    """The expected cost of a map whose outputs on the sampled rows are `guess` (n, d_out)."""
+def expected_kl(
+    sample: GradientSample, guess: Tensor, norm: Callable[[Tensor], Tensor] | None = None
+) -> Expected:
+    """The expected cost of a map whose outputs on the sampled rows are `guess` (n, d_out).
+
+    `norm` is the output norm between block and residual add, if there is one.
+    """
     y, guess = sample.y.double(), guess.double()
     error = guess - y if norm is None else norm(guess) - norm(y)
     q = (sample.gradient.double() * error).sum(1).square() / 2

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.folds import RowSplit, Split
-from howlinear.linear.gradients import LENGTH, WINDOWS
+from howlinear.linear.gradients import LENGTH, WINDOWS, GradientSample
 from howlinear.linear.rows import Rows, hashed
 from howlinear.linear.stores import BlockStore
 from howlinear.losses.readout import Readout
@@ -84,6 +84,25 @@ def sample_gradients(
             return
         for store in stores:
             _add(store, windows, rows[store.block.index], gradients[store.block.index])
+
+
+def gradients_on(model: nn.Module, at: Sequence[Block], ids: Tensor) -> dict[Block, GradientSample]:
+    """Rows of these windows (n, length) with gradients, by block; {} where predictions are not finite."""
+    ids = ids[:, :LENGTH]
+    samples = {block: GradientSample(block.d_in, block.d_out) for block in at}
+    size = max(1, LOGITS // (Readout(model).vocabulary * ids.shape[1]))
+    for start in range(0, len(ids), size):
+        part = range(start, min(start + size, len(ids)))
+        rows, gradients = _run(model, at, {}, ids[part.start : part.stop], part)
+        if not gradients:
+            return {}
+        for block, sample in samples.items():
+            taken, gradient = rows[block.index], gradients[block.index]
+            x, y = (t.detach().view(len(part), ids.shape[1], -1) for t in (taken.x, taken.y))
+            for i, window in enumerate(part):
+                kept = (x[i, :-1], y[i, :-1], gradient[i, :-1])
+                sample.add(window, *kept, group=0, cluster=window)
+    return samples
 
 
 class _Window:
