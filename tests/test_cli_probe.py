@@ -47,7 +47,7 @@ def test_the_papers_solver(little, here):
 
 def test_an_encoder_whose_checkpoint_lacks_the_pooler(little, here, tmp_path):
     shutil.copytree(little / "model", tmp_path / "model")  # its tokenizer
-    tiny.model("bert", vocab_size=30522).base_model.save_pretrained(tmp_path / "model")
+    tiny.model("bert", vocab_size=2048).base_model.save_pretrained(tmp_path / "model")
     text = ("--text-file", little / "text.txt", "--tokens", "4096", "--max-length", "32")
     assert here("profile", tmp_path / "model", *text, "-o", tmp_path / "run").returncode == 0
     flags = ("--kind", "units,quantised,where", "--blocks", "1", "--rows", "4096")

@@ -177,7 +177,7 @@ def place(little, tmp_path_factory):
         (root / name).mkdir(exist_ok=True)
         (root / name / "profile.json").write_text(text)
     shutil.copytree(root / "model", root / "wide")
-    tiny.model("llama", hidden_size=32, vocab_size=30522).save_pretrained(root / "wide")
+    tiny.model("llama", hidden_size=32, vocab_size=2048).save_pretrained(root / "wide")
     for name in ("notes", "hollow"):
         (root / name).mkdir()
     (root / "notes" / "thesis.tex").write_text("precious")

@@ -56,10 +56,11 @@ def test_batches_are_dealt_out_once():
         Course(shard=(2, 2))
 
 
-def test_a_peer_that_is_gone_is_one_line_and_torchrun_writes_once(tmp_path):
+def test_a_peer_that_is_gone_is_one_line_and_torchrun_writes_once(short_text, tmp_path):
     """Without torchrun's eyes on it, as on another machine; then with it, into the same folder."""
     model, out = Path(__file__).parent / "models" / "llama", ["-o", str(tmp_path / "run")]
     args = ["profile", str(model), "--max-length", "64", "--blocks", "0", "--tokens", "8192"]
+    args += ["--text-file", str(short_text)]
     env = ENV | {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
     first, second = (

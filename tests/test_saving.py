@@ -248,14 +248,14 @@ def test_settings_that_changed_are_named(llama, tmp_path):
         profile(llama, WINDOWS, course=course)
 
 
-def test_kill_at_random_moments(tmp_path):
+def test_kill_at_random_moments(short_text, tmp_path):
     """Real processes, kill -9 at any moment of their lives: the same run in the end, to the bit.
 
     HOWLINEAR_KILLS=20 tries twenty moments; the suite has time for one.
     """
     model = Path(__file__).parent / "models" / "llama"
     args = ["profile", str(model), "--tokens", "8192", "--max-length", "128", "--batch-size", "4"]
-    args += ["--blocks", "0-3", "--save-every", "0"]
+    args += ["--blocks", "0-3", "--save-every", "0", "--text-file", str(short_text)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(folder):
