@@ -36,7 +36,8 @@ def test_json_is_one_document_and_fewer_rows_are_drawn(little, here):
     assert "swap" not in data["blocks"][0]["linear"]
 
 
-def test_the_papers_solver(little, here):
+def test_the_papers_solver(little, here, monkeypatch):
+    monkeypatch.setitem(bilinear.train_products.__kwdefaults__, "steps", 400)
     flags = ("--kind", "bilinear", "--solver", "paper", "--blocks", "1", "--rank", "2")
     done = here("probe", little / "run", *flags, "--seeds", "1", "--tokens", "0", "--json")
     found = json.loads(done.stdout)["blocks"][0]["bilinear"]

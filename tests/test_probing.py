@@ -43,13 +43,13 @@ def windows(model):
 def probed(strong):
     model, folder = strong
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "EVERY", 10)  # networks stop 25 times as soon
+        patch.setattr(training, "EVERY", 4)  # networks stop 60 times as soon
         return probe(
             model,
             folder,
             **windows(model),
             settings=ProbeSettings(
-                KINDS, rank=4, seeds=2, train_steps=200, heal_steps=10, decode=str
+                KINDS, rank=4, seeds=2, train_steps=60, heal_steps=10, decode=str
             ),
             at="1",
             predict=drawn(model, 60, 3),
