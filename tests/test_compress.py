@@ -38,7 +38,8 @@ def written(model, windows, length=16):
     return ids
 
 
-FIT, CHOOSE, REPORT = written(sharpened("llama"), 800).split((700, 50, 50))
+FIT, CHOOSE, REPORT = written(sharpened("llama"), 500).split((400, 50, 50))
+TEXTS = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +47,14 @@ def run(tmp_path_factory):
     """A run of a tiny llama with blocks that matter."""
     model = sharpened("llama")
     folder = tmp_path_factory.mktemp("run")
-    profile(model, FIT).save(folder)
+    profile(model, FIT, batch_size=50).save(folder)
     return folder
 
 
 def squeezed(run, budget=None, plan=None, at=None, **options):
     model = sharpened("llama")
-    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
     settings = CompressSettings(**options)
-    return model, compress_model(model, run, budget, **texts, plan=plan, at=at, settings=settings)
+    return model, compress_model(model, run, budget, **TEXTS, plan=plan, at=at, settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -180,25 +180,23 @@ def test_without_intercept_there_is_no_bias_and_its_price_is_told(run):
 
 def test_models_that_predict_nothing_take_named_blocks(tmp_path):
     model = tiny.model("bert")
-    profile(model, FIT).save(tmp_path)
-    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
-    result = compress_model(model, tmp_path, at="0", **texts)
+    profile(model, FIT, batch_size=50).save(tmp_path)
+    result = compress_model(model, tmp_path, at="0", **TEXTS)
     assert result.change is None
     assert result.removed > 0
     with pytest.raises(ValueError, match="--blocks"):
-        compress_model(model, tmp_path, Budget(perplexity=0.05), **texts)
+        compress_model(model, tmp_path, Budget(perplexity=0.05), **TEXTS)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama-bias"])
 def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
     model = sharpened(family)
-    profile(model, FIT).save(tmp_path)
-    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
+    profile(model, FIT, batch_size=50).save(tmp_path)
     settings = CompressSettings(even=True)
-    result = compress_model(model, tmp_path, Budget(parameters=0.3), **texts, settings=settings)
+    result = compress_model(model, tmp_path, Budget(parameters=0.3), **TEXTS, settings=settings)
     small, _ = narrowed(model, result.maps)
     counts = [sum(p.numel() for p in m.parameters()) for m in (model, small)]
     assert result.removed == counts[0] - counts[1] >= 0.3 * result.feed_forward
     assert sum(b.parameters - b.parameters_left for b in result.blocks) == result.removed
-    one = compress_model(model, tmp_path, **texts, at="0", settings=settings)
+    one = compress_model(model, tmp_path, **TEXTS, at="0", settings=settings)
     assert one.removed == 0  # block 1 stays and keeps its width
