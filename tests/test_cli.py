@@ -29,6 +29,13 @@ from reports import planted_run
 SMALL = Path(__file__).parent / "models" / "llama"
 
 
+@pytest.fixture
+def small(short_text):
+    """`profile` of a small model and a short text."""
+    common = ("--text-file", short_text, "--tokens", "4096", "--max-length", "128")
+    return lambda *args, model=SMALL: ("profile", model, *common, *args)
+
+
 def test_a_mistake_in_a_process_of_its_own():
     done = run("report", "./nowhere")
     assert done.returncode == 2
@@ -58,11 +65,10 @@ def test_profile_writes_a_run_and_prints_the_table(small_run):
 
 
 @pytest.mark.parametrize("shard", [(), ("--shard", "0/2")])
-def test_a_finished_command_measures_and_removes_nothing(tmp_path, here, complaint, shard):
+def test_a_finished_command_measures_and_removes_nothing(tmp_path, here, complaint, small, shard):
     model, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(SMALL, model)
-    args = ("profile", model, "--tokens", "4096", "--max-length", "128", "--blocks", "0")
-    args += ("-o", out, *shard)
+    args = small("--blocks", "0", "-o", out, *shard, model=model)
     first = here(*args)
     for kind in ("swap", "probe", "plan", "compress", "control-matched"):
         (out / f"{kind}.json").write_text("hours of work")
@@ -101,32 +107,19 @@ def test_foreign_folders_are_left_alone(minilm, tmp_path, complaint):
     assert "is a file" in complaint("profile", minilm, "-o", tmp_path / "thesis.tex")
 
 
-def test_some_blocks_by_index_or_path(tmp_path, here):
-    common = ("profile", SMALL, "--tokens", "4096", "--max-length", "128", "--json")
-    by_index = here(*common, "--blocks", "1,3-4", "-o", tmp_path / "a")
-    by_path = here(*common, "--blocks", r"layers\.[134]\.", "-o", tmp_path / "b")
+def test_some_blocks_by_index_or_path(tmp_path, here, small):
+    by_index = here(*small("--json", "--blocks", "1,3-4", "-o", tmp_path / "a"))
+    by_path = here(*small("--json", "--blocks", r"layers\.[134]\.", "-o", tmp_path / "b"))
     one, two = (json.loads(done.stdout)["blocks"] for done in (by_index, by_path))
     assert [b["index"] for b in one] == [1, 3, 4]
     assert one == two
 
 
-def test_text_from_a_file_and_from_stdin(wikitext, tmp_path, here, monkeypatch):
-    text = wikitext.fit[:60_000]
-    (tmp_path / "text.txt").write_text(text)
-    common = (
-        "profile",
-        SMALL,
-        "--tokens",
-        "4096",
-        "--max-length",
-        "128",
-        "--json",
-        "--blocks",
-        "0",
-    )
-    one = here(*common, "--text-file", tmp_path / "text.txt", "-o", tmp_path / "a")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    two = here(*common, "--text-file", "-", "-o", tmp_path / "b")
+def test_text_from_a_file_and_from_stdin(short_text, tmp_path, here, monkeypatch, small):
+    args = small("--json", "--blocks", "0")
+    one = here(*args, "-o", tmp_path / "a")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(short_text.read_bytes())))
+    two = here(*args, "--text-file", "-", "-o", tmp_path / "b")
     one, two = json.loads(one.stdout), json.loads(two.stdout)
     assert one["blocks"] == two["blocks"]
     assert one["corpus"]["fingerprint"] == two["corpus"]["fingerprint"]
@@ -187,10 +180,9 @@ def test_a_result_that_cannot_be_written_is_printed(little, tmp_path, here, monk
 
 
 def test_a_profile_that_cannot_be_written_is_printed_and_not_measured_again(
-    tmp_path, here, monkeypatch
+    tmp_path, here, monkeypatch, small
 ):
-    args = ("profile", SMALL, "--tokens", "4096", "--max-length", "128", "--blocks", "0")
-    args += ("-o", tmp_path / "run")
+    args = small("--blocks", "0", "-o", tmp_path / "run")
     write = RunFolder.write
     with monkeypatch.context() as full:
         full.setattr(
@@ -239,7 +231,7 @@ def test_what_is_stated_is_what_it_takes(small_run):
     assert disk == pytest.approx(taken, rel=0.1)
 
 
-def test_interrupting_leaves_nothing(tmp_path, here, monkeypatch):
+def test_interrupting_leaves_nothing(tmp_path, here, monkeypatch, small):
     real, batches = Forward.__call__, []
 
     def third_interrupted(*args, **options):
@@ -251,7 +243,7 @@ def test_interrupting_leaves_nothing(tmp_path, here, monkeypatch):
     monkeypatch.setattr(Forward, "__call__", third_interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:
-        done = here("profile", SMALL, "--tokens", "4096", "-o", tmp_path / "run")
+        done = here(*small("-o", tmp_path / "run"))
     finally:
         signal.signal(signal.SIGINT, before)
     assert done.returncode == 130
@@ -271,21 +263,10 @@ def test_help_needs_no_torch():
     assert run("--version").stdout.startswith("howlinear 0.")
 
 
-def test_strange_names_are_shown_as_text(minilm, tmp_path, here):
+def test_strange_names_are_shown_as_text(tmp_path, here, small):
     odd = tmp_path / "[red]\x1b[31mname"
-    shutil.copytree(minilm, odd)
-    done = here(
-        "profile",
-        odd,
-        "--tokens",
-        "4096",
-        "--max-length",
-        "128",
-        "--blocks",
-        "0",
-        "-o",
-        tmp_path / "r",
-    )
+    shutil.copytree(SMALL, odd)
+    done = here(*small("--blocks", "0", "-o", tmp_path / "r", model=odd))
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert "[red]" in done.stdout
@@ -326,10 +307,9 @@ def test_a_dry_run_needs_no_weights_and_writes_nothing(tmp_path, here, complaint
     assert "no weights beside" in complaint("profile", "7b", "-o", "out")
 
 
-def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypatch):
+def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypatch, small):
     def blocks(name, *flags):
-        args = ("--tokens", "4096", "--max-length", "128", "--blocks", "0-3", "--json")
-        done = here("profile", SMALL, *args, "-o", tmp_path / name, *flags)
+        done = here(*small("--blocks", "0-3", "--json", "-o", tmp_path / name, *flags))
         assert done.returncode == 0, done.stderr
         assert {p.name for p in (tmp_path / name).iterdir()} == {"profile.json", "maps", "moments"}
         return json.loads(done.stdout), done.stderr
@@ -362,11 +342,11 @@ def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypa
     assert "do not fit" not in said
 
 
-def test_a_killed_run_is_taken_up_or_refused_by_name(tmp_path, here, complaint):
-    args = ("profile", SMALL, "--max-length", "128", "--blocks", "0", "-o", tmp_path / "run")
-    assert here(*args, "--tokens", "4096", "--shard", "0/2").returncode == 0
+def test_a_killed_run_is_taken_up_or_refused_by_name(tmp_path, here, complaint, small):
+    args = small("--blocks", "0", "-o", tmp_path / "run")
+    assert here(*args, "--shard", "0/2").returncode == 0
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"shard.json", "moments"}
-    line = complaint(*args, "--tokens", "4096")
+    line = complaint(*args)
     assert "is not empty" in line
     assert "write I/N" in complaint(*args, "--shard", "2/2")
     assert "drop --device-map" in complaint(*args, "--layerwise", "--device-map", "auto")
@@ -375,11 +355,11 @@ def test_a_killed_run_is_taken_up_or_refused_by_name(tmp_path, here, complaint):
     left["schema"] = json.loads((tmp_path / "run" / "shard.json").read_text())["schema"]
     (tmp_path / "run" / "progress.json").write_text(json.dumps(left))
     (tmp_path / "run" / ".progress.json.abc.tmp").touch()  # of a kill in the middle of a write
-    line = complaint(*args, "--tokens", "4096", "--shard", "0/2")
+    line = complaint(*args, "--shard", "0/2")
     assert "another folds (4, now 5)" in line
-    assert here(*args, "--tokens", "4096", "--overwrite").returncode == 0
+    assert here(*args, "--overwrite").returncode == 0
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"profile.json", "maps", "moments"}
-    other = ("profile", SMALL, "--max-length", "128", "--blocks", "0", "--tokens", "4096")
+    other = small("--blocks", "0")
     assert here(*other, "--shard", "0/2", "-o", tmp_path / "a").returncode == 0
     done = here(*other, "--shard", "1/2", "-o", tmp_path / "b")
     assert "shard 1 of 2: 2048 of 4096 tokens" in done.stdout

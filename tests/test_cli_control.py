@@ -78,7 +78,8 @@ def test_checkpoints_of_a_folder_in_order_and_resumed(here, complaint, little, t
     assert json.loads((tmp_path / "out" / "control-checkpoints.json").read_text()) == data
 
 
-def test_profile_of_several_texts_and_compare(here, complaint, little, tmp_path):
+def test_profile_of_several_texts_and_compare(here, complaint, little, tmp_path, monkeypatch):
+    monkeypatch.setattr(cutting, "LONG", 200_000)  # shorter excerpts of long texts
     out, model = tmp_path / "runs", tmp_path / "model"
     shutil.copytree(little / "model", model)
     given = (f"own={little / 'text.txt'}", "docs=python-docs", "python-code")
@@ -140,9 +141,9 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
         source.fit_windows()
 
 
-def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, monkeypatch):
+def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, text, monkeypatch):
     monkeypatch.setattr("howlinear.run.room.available_memory", lambda: 1000)
     said = complaint("control", "matched", little / "run")
     assert "are free: measure fewer --blocks" in said
     model = str(little / "model")
-    assert "name fewer --pairs" in complaint("control", "cross-feed", model, model, *COMMON)
+    assert "name fewer --pairs" in complaint("control", "cross-feed", model, model, *text)

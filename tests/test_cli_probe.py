@@ -36,7 +36,8 @@ def test_json_is_one_document_and_fewer_rows_are_drawn(little, here):
     assert "swap" not in data["blocks"][0]["linear"]
 
 
-def test_the_papers_solver(little, here):
+def test_the_papers_solver(little, here, monkeypatch):
+    monkeypatch.setitem(bilinear.train_products.__kwdefaults__, "steps", 400)
     flags = ("--kind", "bilinear", "--solver", "paper", "--blocks", "1", "--rank", "2")
     done = here("probe", little / "run", *flags, "--seeds", "1", "--tokens", "0", "--json")
     found = json.loads(done.stdout)["blocks"][0]["bilinear"]
@@ -47,7 +48,7 @@ def test_the_papers_solver(little, here):
 
 def test_an_encoder_whose_checkpoint_lacks_the_pooler(little, here, tmp_path):
     shutil.copytree(little / "model", tmp_path / "model")  # its tokenizer
-    tiny.model("bert", vocab_size=30522).base_model.save_pretrained(tmp_path / "model")
+    tiny.model("bert", vocab_size=2048).base_model.save_pretrained(tmp_path / "model")
     text = ("--text-file", little / "text.txt", "--tokens", "4096", "--max-length", "32")
     assert here("profile", tmp_path / "model", *text, "-o", tmp_path / "run").returncode == 0
     flags = ("--kind", "units,quantised,where", "--blocks", "1", "--rows", "4096")

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 import tiny
+from howlinear.models import cutting
 from howlinear.run.folder import RunFolder
 
 CUT = ("--eval", "windows-32", "--positions", "all")
@@ -62,7 +63,8 @@ def test_weightings_read_the_fit_text_again(little, here):
     assert len(seen) == 4
 
 
-def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path):
+def test_an_encoder_is_told_why_there_is_no_perplexity(small_run, here, tmp_path, monkeypatch):
+    monkeypatch.setattr(cutting, "LONG", 100_000)  # shorter excerpts of the text
     _, out, _ = small_run
     shutil.copytree(out, tmp_path / "run")
     done = here("swap", tmp_path / "run", "--tokens", "500")
@@ -133,4 +135,4 @@ def test_windows_longer_than_the_positions_are_shortened(little, here):
     flags = ("--tokens", "300", "--units", "0", "--blocks", "1", "--eval", "windows-4096")
     done = here("swap", little / "run", *flags, "--json")
     assert "the model has no more positions" in done.stderr
-    assert json.loads(done.stdout)["base"]["protocol"] == "windows-512"
+    assert json.loads(done.stdout)["base"]["protocol"] == "windows-128"

@@ -1,5 +1,6 @@
 """Budgets kept, plans followed, baselines beside them; on tiny models, where everything is quick."""
 
+import copy
 import math
 import shutil
 
@@ -37,7 +38,8 @@ def written(model, windows, length=16):
     return ids
 
 
-FIT, CHOOSE, REPORT = written(sharpened("llama"), 800).split((700, 50, 50))
+FIT, CHOOSE, REPORT = written(sharpened("llama"), 500).split((400, 50, 50))
+TEXTS = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
 
 
 @pytest.fixture(scope="module")
@@ -45,45 +47,54 @@ def run(tmp_path_factory):
     """A run of a tiny llama with blocks that matter."""
     model = sharpened("llama")
     folder = tmp_path_factory.mktemp("run")
-    profile(model, FIT).save(folder)
+    profile(model, FIT, batch_size=50).save(folder)
     return folder
 
 
 def squeezed(run, budget=None, plan=None, at=None, **options):
     model = sharpened("llama")
-    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
     settings = CompressSettings(**options)
-    return model, compress_model(model, run, budget, **texts, plan=plan, at=at, settings=settings)
+    return model, compress_model(model, run, budget, **TEXTS, plan=plan, at=at, settings=settings)
 
 
-def test_a_share_of_parameters_goes(run):
-    model, result = squeezed(run, Budget(parameters=0.3))
+@pytest.fixture(scope="module")
+def by_share(run):
+    return squeezed(run, Budget(parameters=0.3))
+
+
+@pytest.fixture(scope="module")
+def by_perplexity(run):
+    return squeezed(run, Budget(perplexity=0.3))
+
+
+def test_a_share_of_parameters_goes(by_share):
+    model, result = by_share
     share = result.removed / result.feed_forward
     assert 0.3 <= share < 0.45
     assert result.feed_forward == 3 * 3 * 16 * 40
-    before = sum(p.numel() for p in model.parameters())
-    install_maps(model, result.maps)
-    assert before - sum(p.numel() for p in model.parameters()) == result.removed
+    small = copy.deepcopy(model)
+    install_maps(small, result.maps)
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (model, small))
+    assert before - after == result.removed
     left = sum(b.parameters_left for b in result.blocks)
     assert left == result.feed_forward - result.removed
 
 
-def test_what_is_reported_is_what_the_swapped_model_costs(run):
-    model, result = squeezed(run, Budget(parameters=0.3))
+def test_what_is_reported_is_what_the_swapped_model_costs(by_share):
+    model, result = by_share
     again = compare(model, lambda: swapped(model, result.maps), REPORT)
     assert result.change.delta_nll == pytest.approx(again.delta_nll, abs=1e-6)
 
 
-def test_a_perplexity_budget_is_kept_on_the_text_for_choosing(run):
-    model, result = squeezed(run, Budget(perplexity=0.3))
+def test_a_perplexity_budget_is_kept_on_the_text_for_choosing(by_perplexity):
+    model, result = by_perplexity
     on_choose = compare(model, lambda: swapped(model, result.maps), CHOOSE)
     assert on_choose.delta_nll <= math.log(1.3)
     assert result.removed > 0
 
 
-def test_more_budget_removes_more(run):
-    removed = [squeezed(run, Budget(perplexity=p))[1].removed for p in (0.3, 1.0)]
-    assert removed[0] < removed[1]
+def test_more_budget_removes_more(run, by_perplexity):
+    assert by_perplexity[1].removed < squeezed(run, Budget(perplexity=1.0))[1].removed
 
 
 def test_a_budget_that_buys_nothing_is_told(run):
@@ -169,25 +180,23 @@ def test_without_intercept_there_is_no_bias_and_its_price_is_told(run):
 
 def test_models_that_predict_nothing_take_named_blocks(tmp_path):
     model = tiny.model("bert")
-    profile(model, FIT).save(tmp_path)
-    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
-    result = compress_model(model, tmp_path, at="0", **texts)
+    profile(model, FIT, batch_size=50).save(tmp_path)
+    result = compress_model(model, tmp_path, at="0", **TEXTS)
     assert result.change is None
     assert result.removed > 0
     with pytest.raises(ValueError, match="--blocks"):
-        compress_model(model, tmp_path, Budget(perplexity=0.05), **texts)
+        compress_model(model, tmp_path, Budget(perplexity=0.05), **TEXTS)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama-bias"])
 def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
     model = sharpened(family)
-    profile(model, FIT).save(tmp_path)
-    texts = {"fit": FIT, "choose": CHOOSE, "report": REPORT}
+    profile(model, FIT, batch_size=50).save(tmp_path)
     settings = CompressSettings(even=True)
-    result = compress_model(model, tmp_path, Budget(parameters=0.3), **texts, settings=settings)
+    result = compress_model(model, tmp_path, Budget(parameters=0.3), **TEXTS, settings=settings)
     small, _ = narrowed(model, result.maps)
     counts = [sum(p.numel() for p in m.parameters()) for m in (model, small)]
     assert result.removed == counts[0] - counts[1] >= 0.3 * result.feed_forward
     assert sum(b.parameters - b.parameters_left for b in result.blocks) == result.removed
-    one = compress_model(model, tmp_path, **texts, at="0", settings=settings)
+    one = compress_model(model, tmp_path, **TEXTS, at="0", settings=settings)
     assert one.removed == 0  # block 1 stays and keeps its width

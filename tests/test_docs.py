@@ -12,6 +12,7 @@ import torch
 
 import howlinear
 import tiny
+from howlinear.models import cutting
 from howlinear.records.fields import (
     BlockCompression,
     BlockExpert,
@@ -111,6 +112,7 @@ FEWER = {"11,28": "1,2", "11": "1", "14-16": "0,2"}  # blocks
 @pytest.mark.usefixtures("alone", "reloaded_here", "wikitext")
 def test_the_tutorial_runs_from_end_to_end(wombat, here, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cutting, "LONG", 200_000)  # shorter excerpts of the text
     text = TUTORIAL.read_text()
     steps = re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ran = []

@@ -21,8 +21,8 @@ def ids(windows, seed=0):
     return torch.randint(0, tiny.VOCABULARY, (windows, LENGTH), generator=g)
 
 
-WINDOWS = ids(4096 // LENGTH + 3)
-SHORT = ids(4096 // 16)[:, :16]  # for models with few positions
+WINDOWS = ids(2048 // LENGTH + 3)
+SHORT = ids(1024 // 16)[:, :16]  # for models with few positions
 TEXT = [name for name, t in tiny.TINY.items() if t.kind == "text"]
 
 
@@ -38,8 +38,8 @@ def test_every_family_gives_the_same(name):
     model = tiny.model(name)
     if "vision_config" in tiny.TINY[name].settings:
         pytest.skip("pictures and text: the command reads text alone")
-    whole = profile(model, SHORT, batch_size=64)
-    result = profile(model, SHORT, course=Course(layerwise=True), batch_size=64)
+    whole = profile(model, SHORT, batch_size=16, folds=2, signal=False)
+    result = profile(model, SHORT, course=Course(layerwise=True), batch_size=16, folds=2)
     close(without_signals(whole), without_signals(result))
     assert [b.expected_kl for b in result.blocks] == [None] * len(whole.blocks)
     assert any("layer by layer has no backward pass" in note for note in result.notes)

@@ -48,7 +48,7 @@ MISTAKES = {
     "profile model --corpus ../x=wikitext -o new": "NAME=SOURCE",
     "profile model --corpus a=missing.txt -o new": "missing.txt does not exist",
     # how a profile is made
-    f"profile model {TEXT} --tokens 300 --max-length 512 -o new": "lower --max-length",
+    f"profile model {TEXT} --tokens 100 --max-length 512 -o new": "lower --max-length",
     f"profile model {TEXT} --tokens 16 --max-length 8 -o new": "tokens would do",
     f"profile model {TEXT} --tokens 0 -o new": "'--tokens'",
     f"profile model {TEXT} --tokens many -o new": "'--tokens'",
@@ -177,7 +177,7 @@ def place(little, tmp_path_factory):
         (root / name).mkdir(exist_ok=True)
         (root / name / "profile.json").write_text(text)
     shutil.copytree(root / "model", root / "wide")
-    tiny.model("llama", hidden_size=32, vocab_size=30522).save_pretrained(root / "wide")
+    tiny.model("llama", hidden_size=32, vocab_size=2048).save_pretrained(root / "wide")
     for name in ("notes", "hollow"):
         (root / name).mkdir()
     (root / "notes" / "thesis.tex").write_text("precious")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import ranked
-from command import COMMAND
 from howlinear.profiling.passes import Course
 from howlinear.run.work import ALONE, Ranks
 from test_merging import close
@@ -23,18 +22,26 @@ def alone(tmp_path_factory):
     return ranked.everything(ALONE, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("count", [3])
-def test_any_number_of_ranks_gives_what_one_gives(alone, count, tmp_path):
-    """Profiles by both solvers, swaps, weighted fits and controls, batches divided evenly or not."""
-    done = subprocess.run(
-        [sys.executable, ranked.__file__, tmp_path, str(count)],
-        capture_output=True,
-        text=True,
-        env=ENV,
-        timeout=300,
-    )
+@pytest.fixture(scope="module")
+def command(short_text):
+    model = Path(__file__).parent / "models" / "llama"
+    args = ["profile", str(model), "--max-length", "64", "--blocks", "0", "--tokens", "8192"]
+    return [*args, "--text-file", str(short_text)]
+
+
+@pytest.fixture(scope="module")
+def several(command, tmp_path_factory):
+    """The folder of three ranks."""
+    folder = tmp_path_factory.mktemp("several")
+    job = [sys.executable, ranked.__file__, folder, "3", *command, "-o", folder / "run"]
+    done = subprocess.run(job, capture_output=True, text=True, env=ENV, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
+    return folder
+
+
+def test_any_number_of_ranks_gives_what_one_gives(alone, several):
+    """Profiles by both solvers, swaps, weighted fits and controls, batches divided evenly or not."""
+    found = json.loads((several / "found.json").read_text())
     assert found.keys() == alone.keys()
     for name in found:
         close(alone[name], found[name], name)
@@ -56,33 +63,17 @@ def test_batches_are_dealt_out_once():
         Course(shard=(2, 2))
 
 
-def test_a_peer_that_is_gone_is_one_line_and_torchrun_writes_once(tmp_path):
+def test_a_peer_that_is_gone_is_one_line_and_torchrun_writes_once(several, command):
     """Without torchrun's eyes on it, as on another machine; then with it, into the same folder."""
-    model, out = Path(__file__).parent / "models" / "llama", ["-o", str(tmp_path / "run")]
-    args = ["profile", str(model), "--max-length", "64", "--blocks", "0", "--tokens", "8192"]
-    env = ENV | {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
-    first, second = (
-        subprocess.Popen(
-            [*COMMAND, *args, "--batch-size", size, *out],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env | {"RANK": rank},
-        )
-        for rank, size in (("0", "128"), ("1", "1"))
-    )
-    for line in first.stderr:
-        if "tokens to run" in line:
-            break
-    second.kill()
-    told = first.stderr.read()
-    assert first.wait(60) == 1
-    assert "howlinear: another process ended" in told.splitlines()[-1]
-    assert "Traceback" not in told
-    assert not (tmp_path / "run" / "profile.json").exists()
-    job = [*TORCHRUN, "--nproc-per-node=2", "-m", "howlinear", *args, *out]
+    out = several / "run"
+    first = json.loads((several / "bereaved.json").read_text())
+    assert first["code"] == 1
+    assert "howlinear: another process ended" in first["said"].splitlines()[-1]
+    assert "Traceback" not in first["said"]
+    assert not (out / "profile.json").exists()
+    job = [*TORCHRUN, "--nproc-per-node=2", "-m", "howlinear", *command, "-o", str(out)]
     done = subprocess.run(job, capture_output=True, text=True, env=ENV)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("results in") == 1
     assert done.stderr.count("loading") == 1
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"profile.json", "moments", "maps"}
+    assert {p.name for p in out.iterdir()} == {"profile.json", "moments", "maps"}
