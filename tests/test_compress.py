@@ -11,10 +11,13 @@ import tiny
 from howlinear import blocks, profile, swapped
 from howlinear.compression.compress import CompressSettings, compress_model
 from howlinear.compression.plan import Budget
+from howlinear.compression.prices import Losses
 from howlinear.export.install import install_maps
 from howlinear.export.narrow import narrowed
 from howlinear.losses.perplexity import compare
+from howlinear.models.hooks import as_module
 from howlinear.records.fields import BlockPlan
+from howlinear.run.work import Work
 from howlinear.swapping.swaps import SwapOptions, measure_swaps
 
 
@@ -65,6 +68,26 @@ def by_share(run):
 @pytest.fixture(scope="module")
 def by_perplexity(run):
     return squeezed(run, Budget(perplexity=0.3))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_prices_are_those_of_measured_swaps_as_long_as_errors_are_small(name):
+    """A block and a little of another one beside it, and the block itself, which costs nothing."""
+    torch.manual_seed(0)
+    model = tiny.model(name).requires_grad_(False)
+    losses = Losses(model, CHOOSE, REPORT, None, Work())
+    variants = []
+    for block in blocks(model):
+        module, other = as_module(model, block), torch.nn.Linear(block.d_in, block.d_out)
+        for size in (0.0, 0.1):
+            scale = size * float(module(torch.randn(64, block.d_in)).norm() / 8)
+            variants.append((block, lambda x, m=module, o=other, s=scale: m(x) + s * o(x)))
+    with torch.no_grad():
+        expected = losses.expected(variants)
+        measured = [change.kl for change in losses.alone("measuring", variants)]
+    assert max(expected[::2]) < 1e-12
+    for price, cost in zip(expected[1::2], measured[1::2], strict=True):
+        assert cost / 4 < price < 4 * cost
 
 
 def test_a_share_of_parameters_goes(by_share):
