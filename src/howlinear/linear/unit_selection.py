@@ -44,7 +44,8 @@ def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Elimination:
     P = torch.cholesky_inverse(torch.linalg.cholesky(S))
     D = P @ S_y
     start = d - first  # the first column that is a unit
-    alive = torch.ones(len(S) - start, dtype=torch.bool)
+    units = torch.arange(len(S) - start)  # by column
+    alive = torch.ones(len(units), dtype=torch.bool)
     total = float(rows.S_yy.sum()) or 1.0  # y that does not vary leaves nothing unexplained
     squares = max(float(rows.S_yy.sum()) - float((D * S_y).sum()), 0.0)
     removed: list[int] = []
@@ -55,10 +56,14 @@ def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Elimination:
         # In groups from the first multiple of GROUP on, and by halves in the end: 32, 16, 8, 4, ...
         count = (left % GROUP or GROUP) if left > GROUP else left - left // 2
         J = cost.topk(count, largest=False).indices
-        removed += J.tolist()
+        removed += units[J].tolist()
         alive[J] = False
         squares += _remove(P, D, J + start)
-        unexplained[int(alive.sum())] = squares / total
+        unexplained[left - count] = squares / total
+        if len(units) - left > len(P) // 8:  # the work is that of the columns, removed ones too
+            kept = torch.cat([torch.arange(start), start + alive.nonzero().flatten()])
+            P, D, units = P[kept][:, kept], D[kept], units[alive]
+            alive = torch.ones(len(units), dtype=torch.bool)
     return Elimination(removed[::-1], unexplained)
 
 
