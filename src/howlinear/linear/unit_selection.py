@@ -107,8 +107,8 @@ def joint_map(
     S, S_y = rows.gram()
     into, out = S.new_zeros(0, d), S.new_zeros(rows.d_out, 0)
     if rank:
-        W, _, U = _directions(rows, at, d, S, S_y)
-        out = U[:, :rank]
+        W, explained = _explained(rows, at, d, S, S_y)
+        out = torch.linalg.eigh(explained)[1].flip(1)[:, :rank]
         into = out.t() @ W
     bias = rows.mean_y - out @ (into @ rows.mean_x[:d])
     if hidden is None:
@@ -120,8 +120,9 @@ def joint_map(
 
 def unexplained_by_rank(rows: Moments, d: int, units: Sequence[int]) -> Tensor:
     """(d_out,) the share that a matrix of full rank explains and one of rank 0, 1, 2, ... does not."""
-    _, values, _ = _directions(rows, _columns(d, units), d, *rows.gram())
-    return values.clamp_min(0).flip(0).cumsum(0).flip(0) / rows.S_yy.sum()
+    _, explained = _explained(rows, _columns(d, units), d, *rows.gram())
+    values = torch.linalg.eigvalsh(explained).clamp_min(0)  # the smallest first
+    return values.cumsum(0).flip(0) / rows.S_yy.sum()
 
 
 def _columns(d: int, units: Sequence[int]) -> Tensor:
@@ -129,10 +130,8 @@ def _columns(d: int, units: Sequence[int]) -> Tensor:
     return torch.tensor([*range(d), *(d + u for u in units)])
 
 
-def _directions(
-    rows: Moments, at: Tensor, d: int, S: Tensor, S_y: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """W of the joint fit, and the eigenvalues and vectors of W S W', the largest first.
+def _explained(rows: Moments, at: Tensor, d: int, S: Tensor, S_y: Tensor) -> tuple[Tensor, Tensor]:
+    """W of the joint fit, and W S W', the squares and products that it explains.
 
     S there is that of x without the part that the units explain.
     """
@@ -140,8 +139,7 @@ def _directions(
     inputs, h = S[:d, :d], at[d:]
     if len(h):
         inputs = inputs - S[:d, h] @ _coefficients(rows, h, S, S[h][:, :d]).t()
-    values, U = torch.linalg.eigh(W @ inputs @ W.t())
-    return W, values.flip(0), U.flip(1)
+    return W, W @ inputs @ W.t()
 
 
 def _coefficients(rows: Moments, at: Tensor, S: Tensor, S_y: Tensor) -> Tensor:
