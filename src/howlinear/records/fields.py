@@ -26,7 +26,9 @@ class Record:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         every: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
         if missing := [f.name for f in every if f.default is MISSING and f.name not in data]:
-            raise ValueError(f"a block lacks {', '.join(missing)}")
+            raise ValueError(
+                f"a block lacks {', '.join(missing)}: measure again what an earlier version measured"
+            )
         present = {f.name: f.type for f in every if f.name in data}
         for name, annotation in present.items():
             value = data[name]

@@ -57,14 +57,15 @@ class Tally:
         try:
             windows, rows, errors = (data[name] for name in ("windows", "sums", "errors"))
             sums = torch.zeros(1 + max(row[0] for row in rows), 5, dtype=torch.float64)
-            for cluster, *values in rows:
-                sums[cluster] = torch.tensor(values, dtype=torch.float64)
+            for cluster, *values in rows:  # null: not finite, as JSON has it
+                known = [math.nan if value is None else value for value in values]
+                sums[cluster] = torch.tensor(known, dtype=torch.float64)
             known = [math.nan if value is None else float(value) for value in errors]
             errors = torch.tensor(known, dtype=torch.float64)
             if type(windows) is not int or windows < 1 or errors.shape != (5,):
                 raise ValueError("windows or errors are missing")
-            if not bool(sums.isfinite().all()) or min(row[0] for row in rows) < 0:
-                raise ValueError("a sum is not finite")
+            if min(row[0] for row in rows) < 0:
+                raise ValueError("a cluster has no number")
         except (TypeError, KeyError, ValueError, IndexError, RuntimeError) as err:
             raise ValueError(f"the sums of {block} are damaged ({err})") from None
         return cls(windows, SwapCost(block, Comparison(protocol, *sums.unbind(1)), errors))
