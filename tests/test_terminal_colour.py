@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import pytest
 
 import shown
-from howlinear.cli import app
+from howlinear.cli import app, output
 from howlinear.cli.output import progress_bars
 from howlinear.cli.printer import terminal_console
 from howlinear.records.files import SCHEMA, write_json
+from howlinear.records.words import duration
 
 pty = pytest.importorskip("pty")  # there is none on Windows
 
@@ -159,3 +160,31 @@ def test_progress_in_a_log_is_lines(monkeypatch, force):
     with piped(monkeypatch, "stderr") as seen, progress_bars() as begin:
         begin(NAMED, 100)(50)
     assert seen[0] == "[red]step\\x1b[31m: 100 tokens to run\n"
+
+
+def test_the_time_that_is_left_is_told_from_work_done(monkeypatch, capsys):
+    """Not at once, again when half of it is left, and when it was far off."""
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    tell = output._time_teller("swapping", 1000)
+    for seconds, done in (
+        (2, 10),
+        (6, 10),
+        (12, 20),
+        (400, 500),
+        (2500, 600),
+        (2600, 800),
+        (2601, 1000),
+    ):
+        clock[0] = float(seconds)
+        tell(done)
+    told = [line.removeprefix("swapping: about ") for line in capsys.readouterr().err.splitlines()]
+    assert told == ["10 min left", "28 min left", "11 min left"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 s"), (8.6, "9 s"), (44, "40 s"), (130, "2 min"), (5000, "83 min"), (9000, "2.5 h")],
+)
+def test_durations_in_words(seconds, words):
+    assert duration(seconds) == f"about {words}"

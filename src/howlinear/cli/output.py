@@ -12,17 +12,20 @@ Of several processes that torchrun started only the first prints.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import howlinear
 from howlinear.cli.printer import terminal_console, write_whole
-from howlinear.records.words import escaped
+from howlinear.records.words import duration, escaped
 
+SOON = 5.0  # seconds of work before the time that is left is told
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], Advance]  # as in `run.work`, which needs torch
 
@@ -128,6 +131,7 @@ def progress_bars() -> Iterator[Progress]:
             for task in bars.tasks:
                 bars.update(task.id, visible=False)
             number = bars.add_task(escaped(label), total=tokens or None, rate="")
+            tell = _time_teller(label, tokens)
 
             def advance(done: int) -> None:
                 bars.advance(number, done)
@@ -135,7 +139,26 @@ def progress_bars() -> Iterator[Progress]:
                 of = f"/{tokens}" if tokens else ""
                 speed = f" {task.speed:.0f}/s" if task.speed else ""
                 bars.update(number, rate=f"{task.completed:.0f}{of} tokens{speed}")
+                if not moving:
+                    tell(task.completed)
 
             return advance
 
         yield begin
+
+
+def _time_teller(label: str, tokens: int) -> Callable[[float], None]:
+    """Called with the tokens done: says how long the rest takes, after a while and each time half is left."""
+    began, told = time.monotonic(), math.inf
+
+    def tell(done: float) -> None:
+        nonlocal told
+        taken = time.monotonic() - began
+        if taken < SOON or not 0 < done < tokens:
+            return
+        left = taken * (tokens - done) / done
+        if left < told / 2 or left > 2 * told:
+            told = left
+            say(f"{label}: {duration(left)} left")
+
+    return tell

@@ -278,7 +278,9 @@ def _show_verdicts(console: Console, blocks: list[BlockSwap], safe: float) -> No
             between_them.setdefault(ends, []).append(b.index)
     for (low, high), indices in between_them.items():
         which = f"may be {low} or {high}" if low != high else f"seem {low}, on too few windows"
-        write(console, f"undecided: {ranges(indices)} {which}; more held-out text decides (--tokens)")
+        write(
+            console, f"undecided: {ranges(indices)} {which}; more held-out text decides (--tokens)"
+        )
 
 
 def _show_together(console: Console, joint: dict[str, Any]) -> None:

@@ -97,6 +97,13 @@ def size(count: float) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
+def duration(seconds: float) -> str:
+    """About 40 s, about 4 min, about 2.5 h."""
+    if seconds < 90:
+        return f"about {max(round(seconds, -1 if seconds >= 10 else 0), 1):.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+
+
 def bar(share: float | None, cells: int = 10) -> str:
     """A bar for a share from 0 to 1; empty below 0 and for a missing number."""
     if share is None or not share > 0:
