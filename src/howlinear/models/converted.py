@@ -2,10 +2,10 @@
 
     model, tokenizer = through_cache(path, read)    # read(None): the GGUF file; read(folder): a kept copy
 
-Unpacking the built-in model takes 5 s, its copy 1 s. A copy is a folder of safetensors and JSON files, named
-after the hash of the GGUF file and the versions of the packages that converted it. It is kept only if it loads
-as the same model to the bit, and used only if every file has the hash in its manifest; otherwise it is
-made again. No problem with the cache is an error: then the GGUF file is read.
+Unpacking the built-in model takes 5 to 9 s, reading its copy 1 to 2 s. A copy is a folder of safetensors
+and JSON files, named after the hash of the GGUF file and the versions of the packages that converted it. It
+is kept only if it loads as the same model to the bit, and used only if every file has the hash in its
+manifest; otherwise it is made again. No problem with the cache is an error: then the GGUF file is read.
 
 The folder is $HOWLINEAR_CACHE, else $XDG_CACHE_HOME/howlinear, else ~/.cache/howlinear; HOWLINEAR_CACHE=off
 keeps nothing. It may be deleted at any time.
