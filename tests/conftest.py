@@ -3,8 +3,10 @@
 import importlib.util
 import io
 import json
+import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -35,6 +37,10 @@ hypothesis.settings.load_profile("shared")
 def pytest_configure(config):
     config.addinivalue_line("markers", "real: runs a real model, on all cores")
     torch.set_num_threads(1)
+    if not hasattr(config, "workerinput"):  # workers and commands inherit it: one copy for all
+        folder = tempfile.mkdtemp(prefix="howlinear-tests-")
+        os.environ["HOWLINEAR_CACHE"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items):

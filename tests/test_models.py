@@ -48,6 +48,12 @@ needs_gguf = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_copies(monkeypatch):
+    """GGUF files themselves are read; tests/test_converted.py reads their copies."""
+    monkeypatch.setenv("HOWLINEAR_CACHE", "off")
+
+
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, vocab_size=260, num_key_value_heads=1, tie_word_embeddings=True)

@@ -82,6 +82,7 @@ def main() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Escaped("howlinear: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("howlinear").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not a traceback
     try:

@@ -21,11 +21,11 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from howlinear.models import bfloat16, ggufs
+from howlinear.models import bfloat16, converted, ggufs
 from howlinear.models.ggufs import one_line
 
 logger = logging.getLogger(__name__)
@@ -65,25 +65,26 @@ def load(
     Weights that cannot stay in the checkpoint's own files are written to `offload_folder`. A choice of
     `blocks` that the model does not have is refused before weights are read.
     """
+    from howlinear.models.offload import move
+
     dtype = _dtype(dtype)
     target = _device(device, dtype)
     source = _locate(name, revision, trust_remote_code)
     header = ggufs.read_header(source.gguf) if source.gguf else {}
-    with quiet(), ggufs.parsed_once() if source.gguf else ExitStack():
-        config = _config(source)
-        _check_blocks(source, config, blocks)
-        stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
-        bfloat16.check(stored if dtype == "auto" else dtype, target)
-        placed = _placement(source, device_map, offload_folder)
-        model = _weights(source, config, dtype, allow_pickle, placed)
-        tokenizer = _tokenizer(source)
+    placed = _placement(source, device_map, offload_folder)
+
+    def read(copy: Path | None) -> tuple[Any, Any]:
+        files = source if copy is None else source.copied(copy)
+        return _read(files, header, dtype, target, blocks, allow_pickle, placed)
+
+    with quiet():
+        packed = source.gguf if device_map is None else None
+        model, tokenizer = converted.through_cache(packed, read) if packed else read(None)
     if source.gguf:
-        ggufs.forget_quantization(model)
         ggufs.complete_tokenizer(tokenizer, header)
     model.config._commit_hash = source.commit
-    model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
     model.requires_grad_(False).eval()
-    _move(model, target, device_map, source.label)
+    move(model, target, device_map, source.label)
     return model, tokenizer
 
 
@@ -196,6 +197,10 @@ class _Source:
     gguf: Path | None = None
     commit: str | None = None  # of a hub id
 
+    def copied(self, folder: Path) -> "_Source":
+        """The same model in its converted copy, which is data: no code is taken from it."""
+        return replace(self, where=str(folder), options={"trust_remote_code": False})
+
 
 def _locate(name: str | None, revision: str | None, trust_remote_code: bool = False) -> _Source:
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -266,6 +271,24 @@ def _on_hub(name: str, revision: str | None, options: dict[str, Any]) -> _Source
 # -- from files to objects ------------------------------------------------------------------------
 
 
+def _read(
+    source: _Source, header: dict[str, Any], dtype: Any, target: Any, pattern: str | None,
+    allow_pickle: bool, placed: dict[str, Any],
+) -> tuple[Any, Any]:  # fmt: skip
+    """The model and its tokenizer as the files have them."""
+    with ggufs.parsed_once() if "gguf_file" in source.options else ExitStack():
+        config = _config(source)
+        _check_blocks(source, config, pattern)
+        stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
+        bfloat16.check(stored if dtype == "auto" else dtype, target)
+        model = _weights(source, config, dtype, allow_pickle, placed)
+        tokenizer = _tokenizer(source)
+    if source.gguf:
+        ggufs.forget_quantization(model)
+    model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
+    return model, tokenizer
+
+
 def _config(source: _Source) -> Any:
     from transformers import AutoConfig
 
@@ -298,7 +321,7 @@ def _weights(
     import transformers
 
     cls, options = _model_class(source, config), {**source.options, **placed}
-    if not source.gguf:
+    if "gguf_file" not in options:
         options["use_safetensors"] = None if allow_pickle else True
     elif hasattr(transformers, "GgufConfig"):  # newer transformers may keep weights packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -448,19 +471,6 @@ def _device(device: str, dtype: Any) -> Any:
     if kind == "mps" and dtype == torch.float64:
         raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
     return torch.device(device)
-
-
-def _move(model: Any, device: Any, device_map: str | None, label: str) -> None:
-    from howlinear.models.offload import run_on
-
-    try:
-        if device_map is None:
-            model.to(device)
-        elif device_map == "disk":
-            run_on(model, device)
-    except RuntimeError as err:
-        cause = f"{label} does not fit on device {device} ({one_line(err)})"
-        raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howlinear.models.ggufs import one_line
+
 
 @contextmanager
 def resident(modules: Sequence[Any]) -> Iterator[None]:
@@ -69,6 +71,18 @@ def run_on(model: nn.Module, device: torch.device) -> None:
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.device.type != "meta":
                 part._buffers[name] = buffer.to(device)
+
+
+def move(model: nn.Module, device: torch.device, device_map: str | None, label: str) -> None:
+    """Bring a model to the device it runs on. ValueError with what to type where it does not fit."""
+    try:
+        if device_map is None:
+            model.to(device)
+        elif device_map == "disk":
+            run_on(model, device)
+    except RuntimeError as err:
+        cause = f"{label} does not fit on device {device} ({one_line(err)})"
+        raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
 
 
 def _hooks(module: nn.Module) -> list[Any]:
