@@ -1,6 +1,6 @@
 """May the products of a block's rows be made in float32? Measured on some of its rows.
 
-    shift = float32_shift(sums, x, y)       # of the rows so far, and one tile of them
+    shift = float32_shift([], x, y)         # of some rows, with sums of earlier ones if there are
     if shift <= HARMLESS: ...
 
 Float32 products are about twice as fast as float64 ones, or far more. They change R2 by their
@@ -11,11 +11,12 @@ hardly vary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from howlinear.linear.accumulators import TILE
+from howlinear.linear.accumulators import merged
 from howlinear.linear.moments import Moments
 from howlinear.linear.solving import column_scale, smallest_eigenvalue, solve
 
@@ -24,24 +25,24 @@ RESOLVED = 1e-4  # eigenvalues of scaled inputs: float32 products move them by a
 HARMLESS = 2.5e-7  # estimates up to here: R2 then moves by less than 1e-6, see docs/numerics.md
 
 
-def float32_shift(sums: Moments, x: Tensor, y: Tensor) -> float:
+def float32_shift(before: Sequence[Moments], x: Tensor, y: Tensor) -> float:
     """About how far float32 products would move R2; infinite where they would lose a direction.
 
-    `sums` are float64 ones of at least as many rows as columns; x (n, d_in) and y (n, d_out) are rows. The
-    map of `sums` is scored on these rows twice, by products in either precision; the changes of all
-    output features add without their signs. One tile is measured: errors of many cancel further.
+    `before` are float64 sums so far, x (n, d_in) and y (n, d_out) some more rows; together more rows than
+    columns. The map of all is scored on these rows twice, by products in either precision; the changes of
+    all output features add without their signs. One tile is measured: errors of many cancel further.
     """
-    resolved, coarse = solve(sums), sums.copy()
-    coarse.blur()
-    if solve(coarse)[0].rank < sums.d_in:
-        return math.inf
-    W = resolved[0].weight
-    exact, rounded = (
-        Moments(sums.d_in, sums.d_out, shift=sums.shift, device=sums.device, precision=precision)
-        for precision in ("float64", "mixed")
+    shift = before[0].shift if before else None
+    exact = Moments(x.shape[-1], y.shape[-1], shift=shift, device=x.device)
+    exact.update(x, y)
+    rounded = Moments(
+        exact.d_in, exact.d_out, shift=exact.shift, device=x.device, precision="mixed"
     )
-    for moments in (exact, rounded):
-        moments.update(x[:TILE], y[:TILE])
+    rounded.update(x, y)
+    sums = merged([exact, *before])
+    if not is_resolved(sums):
+        return math.inf
+    W = solve(sums)[0].weight
     (xx, xy), (xx32, xy32) = exact.gram(), rounded.gram()
     xx32 -= xx
     xy32 -= xy

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.accumulators import Accumulator, merged
+from howlinear.linear.accumulators import TILE, Accumulator
 from howlinear.linear.folds import Split
 from howlinear.linear.gradients import GradientSample
 from howlinear.linear.moments import TSQR, Moments
@@ -156,6 +156,8 @@ class BlockStore:
 
     def update(self, rows: Rows, offsets: Sequence[int], split: Split) -> None:
         """Add rows of windows that begin at these token offsets of the text."""
+        if self.undecided:
+            self._decide(rows)
         x, y = rows.x, rows.y
         if self.known.units and rows.hidden is not None:
             x = torch.cat([x, rows.hidden.to(x)], 1)
@@ -172,14 +174,15 @@ class BlockStore:
             self._add_rows(x, y, group, position)
         if self.known.has_stream:
             self.sample.update(x, rows, group, torch.tensor(offsets)[window] + position)
-        if self.undecided and sum(b.n for b in self.body) > 2 * self.block.d_in:
-            body = position.to(x.device) > 0
-            self._decide(rows.x[body], y[body])
 
-    def _decide(self, x: Tensor, y: Tensor) -> None:
-        """Make products in float32 from now on if that is harmless for rows like these."""
-        sums = merged([cast(Moments, b) for b in self.body if b.n], self.block.d_in)
-        self.undecided, self.float32_shift = False, float32_shift(sums, x, y)
+    def _decide(self, rows: Rows) -> None:
+        """Make products in float32 if that is harmless for the rows so far and these; once they are enough."""
+        body = (rows.position > 0).nonzero().flatten()[:TILE]
+        if sum(b.n for b in self.body) + len(body) <= 2 * self.block.d_in:
+            return
+        before = [cast(Moments, b.narrow(self.block.d_in)) for b in self.body if b.n]
+        self.undecided = False
+        self.float32_shift = float32_shift(before, rows.x[body], rows.y[body])
         if self.float32_shift <= HARMLESS:
             for accumulator in self.body:
                 accumulator.precision = "mixed"

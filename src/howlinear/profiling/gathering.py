@@ -96,14 +96,22 @@ def with_experts(model: nn.Module, at: Sequence[Block], experts: str | None) -> 
 
 
 def gather(
-    model: nn.Module, text: Windows, at: Sequence[Block], scope: Scope, course: Course
+    model: nn.Module,
+    text: Windows,
+    at: Sequence[Block],
+    scope: Scope,
+    course: Course,
+    unexpected: str = "",
 ) -> Iterator[list[BlockStore]]:
-    """Stores of some blocks at a time that have seen every row of this course's part of the text."""
+    """Stores of some blocks at a time that have seen every row of this course's part of the text.
+
+    `unexpected` says why the cost of swaps is not estimated, if it is not.
+    """
     parameter = next(model.parameters())
     bfloat16.check(parameter.dtype, parameter.device)
     every = with_experts(model, at, scope.experts)
     split, sampling = scope.split(text), None
-    if not scope.why_unexpected(model, text, course):
+    if not unexpected:
         sampling = partial(sample_gradients, model, text=text, split=split, course=course)
     reading = Pass(model, text, every, split, course, scope.experts == "all", sampling)
     yield from (layer_by_layer if course.layerwise else whole_model)(reading)
@@ -138,7 +146,8 @@ def profile_shard(
 ) -> Shard:
     """Read one shard and write its moments, which may be too few rows to fit a map."""
     text, places = as_windows(windows), list[dict[str, Any]]()
-    for stores in gather(model, text, at, scope, course):
+    unexpected = scope.why_unexpected(model, text, course)
+    for stores in gather(model, text, at, scope, course, unexpected):
         places += finish(course, stores)
         del stores  # before the next ones are made
     places.sort(key=lambda place: int(place["index"]))
@@ -147,7 +156,7 @@ def profile_shard(
         "tokens": text.tokens,
         "read": sum(batch.tokens for batch in batches if course.in_shard(batch.number)),
         "shard": list(course.shard),
-        "no_expected_kl": scope.why_unexpected(model, text, course) or None,
+        "no_expected_kl": unexpected or None,
     }
     return Shard(places, settings)
 

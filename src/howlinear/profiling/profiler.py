@@ -180,7 +180,8 @@ def profile(
         check_rows(len(text.ids), text.ids.shape[1], max(b.d_in for b in at), split)
     measured: list[Measured] = []
     kept: list[BlockStore] = []
-    for stores in gather(model, text, at, scope, course):
+    unexpected = scope.why_unexpected(model, text, course)
+    for stores in gather(model, text, at, scope, course, unexpected):
         whole = [store for store in stores if not is_expert(store)]
         tokens = max([tokens, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
         results = _measure_all(stores, split, tokens)
@@ -188,7 +189,7 @@ def profile(
         kept += whole if course.saves is None else []
         del stores, whole, results  # before the next ones are made
     settings = scope.settings(course, split, text) | {"tokens": tokens, "window": text.length}
-    settings["no_expected_kl"] = scope.why_unexpected(model, text, course) or None
+    settings["no_expected_kl"] = unexpected or None
     return _assembled(course, measured, kept, settings | _unread(model, at))
 
 

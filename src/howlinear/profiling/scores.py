@@ -113,7 +113,7 @@ def measure(store: BlockStore, split: Split) -> Measured:
         n_fit=n_fit,
         n_heldout=total.n,
         rows_per_column=n_fit / block.d_in,
-        map_spectrum=spectrum(torch.linalg.svdvals(affine.weight)),
+        map_spectrum=spectrum(torch.linalg.svdvals(affine.weight.float())),
     )
     return Measured(record, (affine, total.r2_by_feature))
 
