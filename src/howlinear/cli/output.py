@@ -148,7 +148,7 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def _time_teller(label: str, tokens: int) -> Callable[[float], None]:
-    """Called with the tokens done: says how long the rest takes, after a while and each time half is left."""
+    """Called with the tokens done: says how long the rest takes, after a while, each time half is left, and if it was far off."""
     began, told = time.monotonic(), math.inf
 
     def tell(done: float) -> None:
@@ -157,7 +157,7 @@ def _time_teller(label: str, tokens: int) -> Callable[[float], None]:
         if taken < SOON or not 0 < done < tokens:
             return
         left = taken * (tokens - done) / done
-        if left < told / 2 or left > 2 * told:
+        if left > 4 * SOON and not told / 2 <= left <= 2 * told:
             told = left
             say(f"{label}: {duration(left)} left")
 
