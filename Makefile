@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test sequences lint bench docs clean
 
 demo: .venv/demo.stamp
-	$(BIN)/howlinear profile --tokens 20480 --out runs/demo
+	$(BIN)/howlinear profile --tokens 16384 --out runs/demo
 	$(BIN)/howlinear swap runs/demo --tokens 608
 	$(BIN)/howlinear report runs/demo
 

@@ -148,7 +148,10 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def _time_teller(label: str, tokens: int) -> Callable[[float], None]:
-    """Called with the tokens done: says how long the rest takes, after a while, each time half is left, and if it was far off."""
+    """Called with the tokens done: says how long the rest takes.
+
+    After a while, each time half of it is left, and if it was far off.
+    """
     began, told = time.monotonic(), math.inf
 
     def tell(done: float) -> None:
