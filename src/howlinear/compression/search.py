@@ -14,7 +14,7 @@ from howlinear.losses.perplexity import Comparison
 from howlinear.models.families import Block
 
 ROUNDS = 4  # of refitting in search of the budget
-CLOSE = 0.97  # of the budget: the search ends
+CLOSE = 0.9  # of the budget: the search ends
 
 
 @dataclass(frozen=True, eq=False)

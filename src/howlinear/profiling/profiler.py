@@ -174,8 +174,8 @@ def profile(
     """
     text, course = as_windows(windows), course_with(course, batch_size, progress)
     at = blocks(model, at) if at is None or isinstance(at, str) else list(at)
-    scope = Scope(folds, protocol, experts, signal)
-    split, tokens = scope.split(text), text.tokens
+    scope, tokens = Scope(folds, protocol, experts, signal), text.tokens
+    split = scope.split(text)
     if text.ids is not None:
         check_rows(len(text.ids), text.ids.shape[1], max(b.d_in for b in at), split)
     measured: list[Measured] = []
@@ -184,13 +184,12 @@ def profile(
     for stores in gather(model, text, at, scope, course, unexpected):
         whole = [store for store in stores if not is_expert(store)]
         tokens = max([tokens, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
-        results = _measure_all(stores, split, tokens)
-        measured += _at_first(course, stores, results)
+        measured += _at_first(course, stores, _measure_all(stores, split, tokens))
         kept += whole if course.saves is None else []
-        del stores, whole, results  # before the next ones are made
+        del stores, whole  # before the next ones are made
     settings = scope.settings(course, split, text) | {"tokens": tokens, "window": text.length}
-    settings["no_expected_kl"] = unexpected or None
-    return _assembled(course, measured, kept, settings | _unread(model, at))
+    settings |= {"no_expected_kl": unexpected or None, **_unread(model, at)}
+    return _assembled(course, measured, kept, settings)
 
 
 def _unread(model: nn.Module, at: Sequence[Block]) -> dict[str, Any]:
