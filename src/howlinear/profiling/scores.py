@@ -87,7 +87,8 @@ def measure(store: BlockStore, split: Split) -> Measured:
     total = Score.pooled(crossed.scores)
     full = merged([*store.body, *store.first])
     affine, _ = solve(full)
-    first_share = crossed.first_squares / float(total.ss_tot.sum())
+    squares = float(total.ss_tot.sum())
+    first_share = crossed.first_squares / squares if squares > 0 else math.nan
     stream, stream_se = _stream_error(store.sample, crossed.maps, known.norm)
     rank = crossed.effective_rank
     rank_share = math.inf if rank is None else rank / block.d_out
