@@ -182,7 +182,8 @@ class BlockStore:
             return
         before = [cast(Moments, b.narrow(self.block.d_in)) for b in self.body if b.n]
         self.undecided = False
-        self.float32_shift = float32_shift(before, rows.x[body], rows.y[body])
+        x, y = (t[body].to(self.body[0].device) for t in (rows.x, rows.y))  # mps has no float64
+        self.float32_shift = float32_shift(before, x, y)
         if self.float32_shift <= HARMLESS:
             for accumulator in self.body:
                 accumulator.precision = "mixed"

@@ -88,9 +88,10 @@ def sample_gradients(
 
 def gradients_on(model: nn.Module, at: Sequence[Block], ids: Tensor) -> dict[Block, GradientSample]:
     """Rows of these windows (n, length) with gradients, by block; {} where predictions are not finite."""
-    ids = ids[:, :LENGTH]
+    readout = Readout(model)
+    ids = ids[:, :LENGTH].to(readout.device)
     samples = {block: GradientSample(block.d_in, block.d_out) for block in at}
-    size = max(1, LOGITS // (Readout(model).vocabulary * ids.shape[1]))
+    size = max(1, LOGITS // (readout.vocabulary * ids.shape[1]))
     for start in range(0, len(ids), size):
         part = range(start, min(start + size, len(ids)))
         rows, gradients = _run(model, at, {}, ids[part.start : part.stop], part)
