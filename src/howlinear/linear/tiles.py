@@ -1,9 +1,11 @@
 """Rows on their way into sums: kept as they are, or shifted and converted a tile at a time.
 
-kept = KeptRows()
-kept.add(x, y, weight)                              # few rows, in the dtype of the model
-for x, y, w in pieces(x, y, weight, 2048):          # many rows: views of at most 2048
-    tile = shifted(x, y, shift, torch.float64)      # (rows, D) = [x, y] - shift
+    kept = KeptRows()
+    kept.add(x, y, weight)                              # few rows, in the dtype of the model
+    for x, y, w in pieces(x, y, weight, 2048):          # many rows: views of at most 2048
+        tile = shifted(x, y, shift, torch.float64)      # (rows, D) = [x, y] - shift
+
+A tile is on the device of its rows.
 """
 
 from __future__ import annotations
