@@ -6,8 +6,8 @@ import torch
 import tiny
 from howlinear import blocks, profile
 from howlinear.models import loading
+from howlinear.models.layers import layers_of
 from howlinear.models.offload import device_of, is_offloaded, resident
-from howlinear.profiling.layerwise import stack_of
 from howlinear.profiling.passes import Course
 from howlinear.run.saving import Saves
 from test_merging import close
@@ -49,7 +49,7 @@ def test_every_family_gives_the_same(name):
 def test_two_stacks_are_refused(name):
     model = tiny.model(name)
     with pytest.raises(ValueError, match="two stacks of layers: run it without --layerwise"):
-        stack_of(model, blocks(model))
+        layers_of(model, blocks(model))
 
 
 class Sneaky(torch.nn.Module):

@@ -8,7 +8,7 @@ import torch
 
 from howlinear import Moments
 from howlinear.linear.affine import Factored, UnitMap
-from howlinear.linear.unit_selection import elimination, joint_map, unexplained_by_rank
+from howlinear.linear.unit_selection import eliminations, joint_map, unexplained_by_rank
 
 D, M, OUT, N = 5, 6, 4, 400
 
@@ -114,7 +114,7 @@ def test_what_a_lower_rank_leaves_is_told_beforehand(data):
 @pytest.mark.parametrize("matrix", [True, False])
 def test_unexplained_shares_are_what_the_fits_leave(data, matrix):
     x, _, y, weight, rows = data
-    chosen = elimination(rows, D, matrix=matrix)
+    chosen = eliminations(rows, D)[matrix]
     assert sorted(chosen.order) == list(range(M))
     for k, rest in chosen.unexplained.items():
         units = tuple(chosen.order[:k])
@@ -128,7 +128,7 @@ def test_the_unit_that_goes_first_is_the_one_least_missed(data, monkeypatch):
     """One at a time, elimination takes the very unit that trying all would take."""
     monkeypatch.setattr("howlinear.linear.unit_selection.GROUP", 1)
     x, h, y, weight, rows = data
-    order = elimination(rows, D).order
+    order = eliminations(rows, D)[1].order
     for k in range(M - 1, 0, -1):
         tries = {
             c: least(torch.cat([x, h[:, list(c)]], 1), y, weight)
@@ -144,7 +144,7 @@ def test_units_that_repeat_one_another_do_no_harm(data):
     h[:, 5] = h[:, 0]
     h[:, 4] = 0
     rows.update(torch.cat([x, h], 1), y)
-    chosen = elimination(rows, D)
+    chosen = eliminations(rows, D)[1]
     assert sorted(chosen.order) == list(range(M))
     assert chosen.order[-1] == 4 or chosen.order[-2] == 4  # says nothing, and goes among the first
     assert set(chosen.order[-2:]) & {0, 5}

@@ -140,7 +140,7 @@ def compress_model(
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), Work(progress=progress)
     every = [b for b, _ in match(model, run, None)]
-    fitter = Refitter(model, every, fit, intercept=settings.intercept)
+    fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
     sizes = Sizes(model, every, settings.even)
     losses = Losses(model, choose, report, settings.protocol, work)
     search = Search(fitter, sizes, losses)
@@ -208,8 +208,7 @@ def _ours(search: Search, best: Trial, path: list[Step], curve: Sequence[float])
     sets = [(best.shapes, best.maps)]
     for share in curve if path else ():
         shapes = search.shapes_saving(path, share)
-        advance = losses.work.begin(f"refitting {share:.0%}")
-        sets.append((shapes, search.fitter.refit(shapes, best.target, advance)))
+        sets.append((shapes, search.fitter.refit(shapes, best.target)))
     points = []
     for shapes, maps in sets:
         (change,) = losses.together([maps], losses.report)

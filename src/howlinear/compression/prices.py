@@ -178,8 +178,7 @@ def price_options(
         for b in fitter.at
         if sizes.hidden[b]
     }
-    advance = losses.work.begin("fitting options", len(fitter.at) * fitter.windows.numel())
-    maps = fitter.fit_alone(shapes, ranks, advance)
+    maps = fitter.survey(shapes, ranks)
     variants = [(b, fitted) for b in fitter.at for fitted in maps[b]]
     costs = iter(losses.expected(variants))
     options = []
@@ -253,7 +252,7 @@ def shapes_of_named(
     }
     if losses.reason:
         return {b: choices[-1] for b, choices in shapes.items()}
-    maps = fitter.fit_alone(shapes)
+    maps = fitter.survey(shapes)
     variants = [(b, fitted) for b in at for fitted in maps[b]]
     costs = iter(losses.expected(variants))
     chosen = {}

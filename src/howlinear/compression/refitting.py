@@ -1,113 +1,130 @@
 """Maps for many blocks at once, each fitted on the inputs that it gets in the changed model.
 
     fitter = Refitter(model, at, windows)
-    fitter.fit_alone({block: [(None, 4), (0, 768)]})            # maps of single blocks
-    fitter.refit({block: (None, 4), other: (0, 768)})           # front to back, in one forward
+    fitter.survey({block: [(None, 4), (0, 768)]})               # maps of single blocks, orders of units
+    fitter.refit({block: (None, 4), other: (0, 768)})           # all together, front to back
 
-All windows run as one batch. A layer in place of each block gets every row of the block at once, fits
-the map and returns the map's output, so that later blocks get the inputs of the changed model. One
-forward of the model refits all blocks.
+All windows go through the model one layer at a time (`walking`). Rows of a block go into moments batch by
+batch; then the map is solved for and takes the block's place, so that later blocks get the inputs of
+the changed model.
 
-Rows are weighted by 1/|h|, h the residual stream after the block in the original model, because later
-layers read the stream after a norm. A map behind replaced blocks is fitted to one of two targets: the
-block's own output on the new input ("output"), or the output that brings the residual stream back to
-the original model's ("stream"), which corrects errors of earlier maps.
+Rows are weighted by 1/|h|, h the residual stream after the block, because later layers read the stream
+after a norm. A map behind replaced blocks is fitted to one of two targets: the block's own output on
+the new input ("output"), or the output that brings the residual stream back to the original model's
+("stream"), which corrects errors of earlier maps and runs the original model beside the changed one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from howlinear.compression.walking import Walk
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.moments import Moments
 from howlinear.linear.precision import NARROW, is_resolved
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
-from howlinear.linear.unit_selection import Elimination, elimination, joint_map, unexplained_by_rank
+from howlinear.linear.unit_selection import (
+    Elimination,
+    eliminations,
+    joint_map,
+    unexplained_by_rank,
+)
 from howlinear.models.families import Block
-from howlinear.models.forward import Batch, Forward, run_rows
-from howlinear.models.hooks import as_module, swapped
-from howlinear.models.streams import inlets
-from howlinear.models.units import hidden_count, hidden_units, taken
+from howlinear.models.forward import Batch
+from howlinear.models.units import hidden_count, taken
 from howlinear.run.work import Advance, Work
 
 TARGETS = ("output", "stream")
-CHUNK = 4096  # rows at a time
+SURVEYED = 8  # rows for each column of [x, hidden units]: so many order the units, all fit the maps
 
 Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidden units kept
 
 
-def memory(at: Sequence[Block], hidden: Mapping[Block, int], rows: int) -> int:
-    """Approximate bytes to run all rows at once, twice for the stream target, and to fit."""
-    widest = max(at, key=lambda b: b.d_in + hidden[b])
-    d, m = max(widest.d_in, widest.d_out), hidden[widest]
-    return 2 * rows * (6 * d + 3 * m) * 4 + 4 * (d + m) * (2 * d + m) * 8
+def memory(at: Sequence[Block], hidden: Mapping[Block, int], batch_tokens: int) -> int:
+    """Approximate bytes of the widest block's moments and their factors, and of a batch's rows."""
+    columns = max(b.d_in + hidden[b] for b in at)
+    d_out = max(b.d_out for b in at)
+    return 6 * columns * (columns + d_out) * 8 + 4 * batch_tokens * (2 * columns + 4 * d_out)
 
 
 class Refitter:
-    """Fits maps on one text; keeps row weights and orders of hidden units once they are computed."""
+    """Fits maps on one text; keeps orders of hidden units once they are computed."""
 
     def __init__(
-        self, model: nn.Module, at: Sequence[Block], windows: Tensor, *, intercept: bool = True
+        self,
+        model: nn.Module,
+        at: Sequence[Block],
+        windows: Tensor,
+        *,
+        intercept: bool = True,
+        work: Work | None = None,
     ) -> None:
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
+        self.work = work or Work()
         self.like = next(model.parameters()).detach()
-        self.weights: dict[Block, Tensor] = {}  # (n,)
         # orders of hidden units: without a matrix, and beside one
         self.ladders: dict[Block, tuple[Elimination, Elimination]] = {}
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
 
-    def fit_alone(
+    def survey(
         self,
         shapes: Mapping[Block, Sequence[Shape]],
         ranks: Mapping[Block, Mapping[int, Sequence[int]]] | None = None,
-        advance: Advance | None = None,
+        label: str = "fitting options",
     ) -> dict[Block, list[Map]]:
         """Maps of each block in the original model; fills `rests` for maps of other shapes.
 
-        Without a matrix and with one of full rank, `rests` covers every number of hidden units that
-        the elimination passes; at reduced rank those in `ranks` (hidden units -> ranks).
+        Reads windows spread over all, SURVEYED rows a column. Without a matrix and with one of full rank,
+        `rests` covers every number of hidden units that the elimination passes; at reduced rank those
+        in `ranks` (hidden units -> ranks).
         """
+        columns = max(b.d_in + hidden_count(self.model, b) for b in shapes)
+        step = max(1, self.windows.numel() // (SURVEYED * columns))
+        walk = Walk(self.model, list(shapes), self.windows[::step], self.work)
+        advance = self._begin(label, walk, len(shapes))
         maps: dict[Block, list[Map]] = {}
-
-        def receive(_: Batch, block: Block, rows: Rows) -> None:
-            d, moments, rests = block.d_in, self._prepare(block, rows), self.rests[block]
-            for k, wanted in ((ranks or {}).get(block) or {}).items():
-                beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k))[0])
-                rests |= {(r, k): rests[None, k] + float(beyond[r]) for r in wanted}
+        for block, wanted in shapes.items():
+            moments = self._all_rows(walk, block, advance)
+            d, rests = block.d_in, self.rests[block]
+            for k, lower in ((ranks or {}).get(block) or {}).items():
+                beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k)))
+                rests |= {(r, k): rests[None, k] + float(beyond[r]) for r in lower}
             maps[block] = []
-            for rank, k in shapes[block]:
-                units, hidden = self.units_of(block, (rank, k))
-                fitted = joint_map(moments, d, units, rank, hidden, intercept=self.intercept)
+            for shape in wanted:
+                units = self.units_of(block, shape)
+                hidden = taken(self.model, block, units) if units else None
+                fitted = joint_map(moments, d, units, shape[0], hidden, intercept=self.intercept)
                 maps[block].append(fitted.to(self.like))
-            if advance is not None:
-                advance(len(rows.x))
-
-        whole = Work(batch_size=len(self.windows))
-        run_rows(self.model, self.windows, receive, at=list(shapes), work=whole)
         return maps
 
-    def _prepare(self, block: Block, rows: Rows) -> Moments:
-        """Moments of [x, all hidden units] and y; keeps row weights and orders of hidden units."""
-        self.weights[block] = _weights(rows)
-        hidden = hidden_units(self.model, block) if hidden_count(self.model, block) else None
-        moments = _moments(block, rows.x, rows.y, self.weights[block], hidden)
-        if hidden is None:
+    def _begin(self, label: str, walk: Walk, blocks: int) -> Advance:
+        return self.work.begin(label, blocks * sum(batch.tokens for batch in walk.batches))
+
+    def _all_rows(self, walk: Walk, block: Block, advance: Advance) -> Moments:
+        """Moments of [x, all hidden units] and y; keeps the orders of the units."""
+        units = hidden_count(self.model, block)
+        sums = Sums(block.d_in + units, block.d_out)
+
+        def receive(batch: Batch, rows: Rows) -> None:
+            joint = rows.x if rows.hidden is None else torch.cat([rows.x, rows.hidden], 1)
+            sums.update(joint, rows.y, rows.inverse_stream)
+            advance(batch.tokens)
+
+        walk.read(block, receive, every=units > 0)
+        moments = self.work.ranks.added(sums.total())
+        if not units:
             explained = float(solve(moments)[1].square().sum() / moments.S_yy.sum())
             self.rests[block] = {(None, 0): 1 - explained}
             return moments
-        alone, beside = (elimination(moments, block.d_in, matrix=m) for m in (False, True))
-        self.ladders[block] = (alone, beside)
+        self.ladders[block] = ladders = eliminations(moments, block.d_in)
         self.rests[block] = {
             (rank, k): rest
-            for rank, ladder in ((0, alone), (None, beside))
+            for rank, ladder in zip((0, None), ladders, strict=True)
             for k, rest in ladder.unexplained.items()
         }
         return moments
@@ -116,127 +133,127 @@ class Refitter:
         self,
         shapes: Mapping[Block, Shape],
         target: str = "output",
-        advance: Advance | None = None,
         *,
         intercept: bool | None = None,
+        windows: Tensor | None = None,
     ) -> dict[Block, Map]:
-        """Maps of all these blocks together, each on the inputs that the maps before it produce."""
-        if missing := {b: () for b in shapes if b not in self.weights}:
-            self.fit_alone(missing)
+        """Maps of all these blocks together, each on the inputs that the maps before it produce.
+
+        On all windows of the fitter, or on some.
+        """
+        at = sorted(shapes, key=lambda b: b.index)
+        if missing := {b: () for b in at if shapes[b][1] and b not in self.ladders}:
+            self.survey(missing)
         intercept = self.intercept if intercept is None else intercept
-        both = target == "stream"
-        fits = _Refit(self, shapes, intercept, advance)
-        with fits.streams_read() if both else nullcontext(), swapped(self.model, fits.layers(both)):
-            # with the stream target the first half of the batch is the original model's
-            Forward(self.model)({"input_ids": self.windows.repeat(1 + both, 1)})
-        return fits.maps
+        windows = self.windows if windows is None else windows
+        changed = Walk(self.model, at, windows, self.work)
+        advance = self._begin(f"refitting ({target})", changed, len(at))
+        original = Walk(self.model, at, windows, self.work) if target == "stream" else None
+        maps: dict[Block, Map] = {}
+        for block in at:
+            fit = _Fit(self, block, shapes[block], changed, advance)
+            if original is not None:
+                fit.read_original(original)
+            maps[block] = fit.fitted(intercept)
+            changed.replace(block, maps[block], fit.outputs)
+        return maps
 
-    def units_of(self, block: Block, shape: Shape) -> tuple[tuple[int, ...], nn.Module | None]:
-        """The hidden units that a map of this shape keeps, and a module that computes them."""
+    def units_of(self, block: Block, shape: Shape) -> tuple[int, ...]:
+        """The hidden units that a map of this shape keeps."""
         rank, k = shape
-        units = tuple(self.ladders[block][rank != 0].order[:k]) if k else ()
-        return units, taken(self.model, block, units) if units else None
+        return tuple(self.ladders[block][rank != 0].order[:k]) if k else ()
 
 
-class _Refit:
-    """One forward of all rows, in which each replaced block fits its map and returns its output."""
+class _Fit:
+    """The map of one block, on its rows in the changed model."""
 
     def __init__(
-        self,
-        fitter: Refitter,
-        shapes: Mapping[Block, Shape],
-        intercept: bool,
-        advance: Advance | None,
+        self, fitter: Refitter, block: Block, shape: Shape, walk: Walk, advance: Advance
     ) -> None:
-        self.fitter, self.model, self.shapes = fitter, fitter.model, shapes
-        self.intercept, self.advance = intercept, advance
-        self.units = {b: fitter.units_of(b, shape) for b, shape in shapes.items()}
-        self.maps: dict[Block, Map] = {}
-        self.streams: dict[Block, Tensor] = {}  # the residual stream before each block
-        self.direct: set[Block] = set()  # blocks whose input is the stream itself
+        self.fitter, self.block, self.walk, self.advance = fitter, block, walk, advance
+        self.rank, self.units = shape[0], fitter.units_of(block, shape)
+        self.alone = self.rank == 0 and len(self.units) > 0  # hidden units without x
+        self.corrects = False  # does the map bring the stream back to the original's?
+        self.map: Map
 
-    def layers(self, both: bool) -> dict[Block, Callable[[Tensor], Tensor]]:
-        """What runs in place of each block; with `both`, the batch has the original's half first."""
-        run = self.run_both if both else self.run
-        return {b: partial(run, b, as_module(self.model, b)) for b in self.shapes}
+    def read_original(self, walk: Walk) -> None:
+        """Keep the residual stream of the original model, where the block's output adds to it."""
 
-    @contextmanager
-    def streams_read(self) -> Iterator[None]:
-        """Inside, streams are kept where they can be read and the block's output adds to them."""
+        def receive(batch: Batch, rows: Rows) -> None:
+            if rows.h is not None and not self.block.out_norm:
+                self.walk.shelf.put("original", batch, rows.h)
+                self.corrects = True
 
-        def keep(block: Block, _: nn.Module, args: tuple[Any, ...]) -> None:
-            self.streams[block] = args[0]
+        walk.read(self.block, receive)
 
-        few = {"input_ids": self.fitter.windows[:1, :8]}
-        paths = inlets(self.model, list(self.shapes), few)
-        paths = {b: path for b, path in paths.items() if path is not None and not b.out_norm}
-        self.direct = {b for b, path in paths.items() if path == ""}
-        with ExitStack() as stack:
-            for block in paths.keys() - self.direct:
-                module = self.model.get_submodule(str(paths[block]))
-                stack.enter_context(module.register_forward_pre_hook(partial(keep, block)))
-            yield
+    def fitted(self, intercept: bool) -> Map:
+        block, k = self.block, len(self.units)
+        sums = Sums((0 if self.alone else block.d_in) + k, block.d_out)
 
-    def run(self, block: Block, module: nn.Module, x: Tensor) -> Tensor:
-        return self.fit(block, x, module(x))
+        def receive(batch: Batch, rows: Rows) -> None:
+            parts = [] if self.alone else [rows.x]
+            joint = torch.cat(parts if rows.hidden is None else [*parts, rows.hidden], 1)
+            self.walk.shelf.put("inputs", batch, joint)
+            y = rows.y
+            if self.corrects and rows.h is not None:
+                y = y + (self.walk.shelf.get("original", batch) - rows.h) / block.scale
+            sums.update(joint, y, rows.inverse_stream)
+            self.advance(batch.tokens)
 
-    def run_both(self, block: Block, module: nn.Module, x: Tensor) -> Tensor:
-        """The original's output, and that of a map which brings the stream back to the original's."""
-        before = x if block in self.direct else self.streams.pop(block, None)
-        original, x = x.chunk(2)
-        y = module(original)
-        if before is None:
-            return torch.cat([y, self.fit(block, x, module(x))])
-        stream, changed = before.chunk(2)
-        return torch.cat([y, self.fit(block, x, y + (stream - changed) / block.scale)])
-
-    def fit(self, block: Block, x: Tensor, wanted: Tensor) -> Tensor:
-        """Fit the block's map to these rows; its output."""
-        rank, (units, hidden) = self.shapes[block][0], self.units[block]
-        flat, y = x.reshape(-1, block.d_in), wanted.reshape(-1, block.d_out)
-        alone = rank == 0 and hidden is not None
-        moments = _moments(block, flat, y, self.fitter.weights[block], hidden, alone)
-        d, columns = 0 if alone else block.d_in, range(len(units))
-        fitted = joint_map(moments, d, columns, rank, hidden, intercept=self.intercept)
+        self.walk.read(block, receive, torch.tensor(self.units) if k else None)
+        moments = self.fitter.work.ranks.added(sums.total())
+        hidden = taken(self.fitter.model, block, self.units) if k else None
+        d = 0 if self.alone else block.d_in
+        fitted = joint_map(moments, d, range(k), self.rank, hidden, intercept=intercept)
         if isinstance(fitted, UnitMap):
-            fitted = replace(fitted, units=units)  # numbers in the block, not columns
-            if alone and isinstance(fitted.affine, Factored):
+            fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
+            if self.alone and isinstance(fitted.affine, Factored):
                 nothing = fitted.write.new_zeros(0, block.d_in)
                 fitted = replace(fitted, affine=replace(fitted.affine, into=nothing))
-        self.maps[block] = fitted = fitted.to(self.fitter.like)
-        if self.advance is not None:
-            self.advance(len(flat))
-        return fitted(x)
+        self.map = fitted.to(self.fitter.like)
+        return self.map
+
+    def outputs(self, batch: Batch) -> Tensor:
+        """(n, d_out) of the map on the rows of a batch."""
+        joint, fitted = self.walk.shelf.get("inputs", batch), self.map
+        if not isinstance(fitted, UnitMap):
+            return fitted(joint)
+        x, h = joint[:, : joint.shape[1] - len(self.units)], joint[:, -len(self.units) :]
+        affine = fitted.affine.bias.to(h) if self.alone else fitted.affine(x)
+        return torch.addmm(affine, h, fitted.write.t().to(h))
 
 
-def _weights(rows: Rows) -> Tensor:
-    """(n,) 1/|h|, scaled to mean 1; all 1 where the stream is not known."""
-    if rows.inverse_stream is None:
-        return torch.ones(len(rows.x), dtype=torch.float64)
-    return rows.inverse_stream / rows.inverse_stream.mean()
+class Sums:
+    """Moments of rows in float32 products where that is harmless, which their first rows decide."""
 
+    def __init__(self, columns: int, d_out: int) -> None:
+        self.moments = Moments(columns, d_out)
+        self.first: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rows before the decision
 
-def _moments(
-    block: Block,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    hidden: nn.Module | None,
-    alone: bool = False,
-) -> Moments:
-    """Moments of [x, hidden units], or of hidden units alone, and y; in float32 where that is harmless."""
+    def update(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+        if self.moments.n:
+            self.moments.update(x, y, weight)
+            return
+        self.first.append((x, y.clone(), weight))  # y may be the model's own
+        columns = self.moments.d_in
+        if (
+            columns >= NARROW
+            and sum(len(rows) for rows, _, _ in self.first) > columns + columns // 2
+        ):
+            self._sum_first("mixed")
+            if not is_resolved(self.moments):
+                self.moments = Moments(columns, self.moments.d_out)
+                self._sum_first("float64")
+            self.first.clear()
 
-    def summed(precision: str) -> Moments:
-        moments = None
-        for xs, ys, w in zip(x.split(CHUNK), y.split(CHUNK), weight.split(CHUNK), strict=True):
-            parts = ([] if alone else [xs]) + ([] if hidden is None else [hidden(xs)])
-            joint = torch.cat(parts, 1)
-            if moments is None:
-                moments = Moments(joint.shape[1], block.d_out)
-                moments.precision = precision if joint.shape[1] >= NARROW else "float64"
-            moments.update(joint, ys, w)
-        assert moments is not None
-        return moments
+    def _sum_first(self, precision: str) -> None:
+        self.moments.precision = precision
+        for rows in self.first:
+            self.moments.update(*rows)
 
-    moments = summed("mixed")
-    return moments if moments.precision == "float64" or is_resolved(moments) else summed("float64")
+    def total(self) -> Moments:
+        """Of all rows."""
+        if not self.moments.n:
+            self._sum_first("float64")
+            self.first.clear()
+        return self.moments

@@ -40,9 +40,7 @@ class Search:
 
     def trial(self, shapes: dict[Block, Shape], target: str, **options: Any) -> Trial:
         """Fit these shapes to one target and measure them."""
-        rows = len(shapes) * self.fitter.windows.numel()
-        advance = self.losses.work.begin(f"refitting ({target})", rows)
-        maps = self.fitter.refit(shapes, target, advance, **options)
+        maps = self.fitter.refit(shapes, target, **options)
         change = None
         if not self.losses.reason:
             (change,) = self.losses.together([maps], self.losses.choose)

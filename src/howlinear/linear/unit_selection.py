@@ -1,7 +1,8 @@
 """Which hidden units of a block to keep beside a matrix, and of which rank: y ~ Wx + b + D h_S.
 
     rows.update(torch.cat([x, every_unit(x)], 1), y, weight)    # Moments(d + m, d_out)
-    order = elimination(rows, d).order                          # units, the most needed first
+    alone, beside = eliminations(rows, d)
+    order = beside.order                                        # units, the most needed first
     joint_map(rows, d, order[:k], rank=None, hidden=taken(model, block, order[:k]))
 
 Everything is in closed form. Two methods choose k of m units. `probing.ladder.forward_selection`
@@ -35,47 +36,53 @@ class Elimination:
     unexplained: dict[int, float]  # k -> share of the variance of y, on the rows of the fit
 
 
-def elimination(rows: Moments, d: int, *, matrix: bool = True) -> Elimination:
-    """All hidden units, beside a matrix or without one. O((d + m)^3)."""
-    first = 0 if matrix else d
-    S, S_y = rows.gram()
-    S, S_y = unit_diagonal(S[first:, first:], S_y[first:])
+def eliminations(rows: Moments, d: int) -> tuple[Elimination, Elimination]:
+    """All hidden units without a matrix, and beside one. O((d + m)^3).
+
+    In float32 where that is harmless, which halves the work.
+    """
+    S, S_y = unit_diagonal(*rows.gram())
     S.diagonal().add_(RIDGE)
+    if rows.precision == "mixed":  # such sums resolve every direction
+        S, S_y = S.float(), S_y.float()
+    squares = rows.S_yy.sum()
+    alone = _eliminated(S[d:, d:], S_y[d:], 0, float(squares))
+    return alone, _eliminated(S, S_y, d, float(squares))
+
+
+def _eliminated(S: Tensor, S_y: Tensor, start: int, total: float) -> Elimination:
+    """Columns of S from `start` on, the most needed first. S has a unit diagonal.
+
+    P = S^-1 is not updated: what the removed columns take from it is C'C, C (removed, columns).
+    """
     P = torch.cholesky_inverse(torch.linalg.cholesky(S))
-    D = P @ S_y
-    start = d - first  # the first column that is a unit
-    units = torch.arange(len(S) - start)  # by column
-    alive = torch.ones(len(units), dtype=torch.bool)
-    total = float(rows.S_yy.sum()) or 1.0  # y that does not vary leaves nothing unexplained
-    squares = max(float(rows.S_yy.sum()) - float((D * S_y).sum()), 0.0)
+    D = P @ S_y  # (columns, d_out)
+    C = torch.empty_like(P[start:])
+    diagonal = P.diagonal()[start:].clone()
+    squares = max(total - float((D.double() * S_y).sum()), 0.0)
+    total = total or 1.0  # y that does not vary leaves nothing unexplained
+    left = len(C)
     removed: list[int] = []
-    unexplained = {len(alive): squares / total}
-    while (left := int(alive.sum())) > 0:
-        cost = D[start:].square().sum(1) / P.diagonal()[start:]
-        cost[~alive] = torch.inf
+    unexplained = {left: squares / total}
+    while left:
         # In groups from the first multiple of GROUP on, and by halves in the end: 32, 16, 8, 4, ...
         count = (left % GROUP or GROUP) if left > GROUP else left - left // 2
-        J = cost.topk(count, largest=False).indices
-        removed += units[J].tolist()
-        alive[J] = False
-        squares += _remove(P, D, J + start)
-        unexplained[left - count] = squares / total
-        if len(units) - left > len(P) // 8:  # the work is that of the columns, removed ones too
-            kept = torch.cat([torch.arange(start), start + alive.nonzero().flatten()])
-            P, D, units = P[kept][:, kept], D[kept], units[alive]
-            alive = torch.ones(len(units), dtype=torch.bool)
+        cost = D[start:].square().sum(1) / diagonal
+        cost[removed] = torch.inf
+        units = cost.topk(count, largest=False).indices
+        J, gone = start + units, len(removed)
+        rows = P[J] - C[:gone, J].t() @ C[:gone]
+        L = torch.linalg.cholesky(rows[:, J])
+        c = torch.linalg.solve_triangular(L, rows, upper=False)
+        e = torch.linalg.solve_triangular(L, D[J], upper=False)
+        C[gone : gone + count] = c
+        diagonal -= c[:, start:].square().sum(0)
+        D.addmm_(c.t(), e, alpha=-1)
+        squares += float(e.double().square().sum())
+        removed += units.tolist()
+        left -= count
+        unexplained[left] = squares / total
     return Elimination(removed[::-1], unexplained)
-
-
-def _remove(P: Tensor, D: Tensor, J: Tensor) -> float:
-    """Remove the columns J from a fit, in place; the sum of squares that this adds."""
-    L = torch.linalg.cholesky(P[J][:, J])
-    c = torch.linalg.solve_triangular(L, P[J], upper=False)  # (removed, d + m)
-    e = torch.linalg.solve_triangular(L, D[J], upper=False)
-    P.addmm_(c.t(), c, alpha=-1)
-    D.addmm_(c.t(), e, alpha=-1)
-    P[J] = P[:, J] = D[J] = 0
-    return float(e.square().sum())
 
 
 def unit_diagonal(S: Tensor, S_y: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,29 +4,25 @@
         ...                     # stores of one layer's blocks that have seen every row
 
 All windows go through one layer before the next one is loaded. Between layers their hidden states are
-in files, which the system caches in memory while there is room. The model's own forward runs, with
-its masks and positions: layers before the current one return at once what is in the files, and the
-forward ends after the current one. Peak memory does not grow with depth. A family that passes more than
-hidden states from layer to layer is refused.
+in files, which the system caches in memory while there is room (`models.layers`). Peak memory does not
+grow with depth.
 """
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howlinear.linear.stores import BlockStore
-from howlinear.models.families import FAMILIES, Block
-from howlinear.models.forward import Batch, Forward, StopForward
+from howlinear.models.families import FAMILIES
+from howlinear.models.forward import Batch
+from howlinear.models.layers import Stack
 from howlinear.models.offload import resident
-from howlinear.models.recording import answering
 from howlinear.profiling.passes import Pass
 from howlinear.records.files import SCHEMA, clean, read_json, write_json
 from howlinear.run.tensors import read_tensors, write_tensors
@@ -35,14 +31,14 @@ from howlinear.run.tensors import read_tensors, write_tensors
 def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
     """As `passes.whole_model`, a layer at a time."""
     saves, ranks = reading.course.saves, reading.course.ranks
-    layers, where = stack_of(reading.model, reading.at)
+    stack = Stack(reading.model, reading.at)
     every = list(reading.text.batches(reading.course.batch_size))  # once: it may be a stream
     if not every:
         raise ValueError("the text is empty: there is no window to read")
     mine = [batch for batch in every if reading.course.mine(batch.number)]
     if any("input_ids" not in batch.inputs for batch in every):
         raise ValueError("images and audio do not go layer by layer: run without --layerwise")
-    stack, last = _Stack(reading.model, layers), max(where.values())
+    where, last = stack.where, max(stack.where.values())
     beginning = Batch(-1, -1, reading.beginning(every[0]), [], 0)
     if not all(block.family in FAMILIES for block in reading.at):
         stack.check(beginning.inputs, last)
@@ -54,7 +50,8 @@ def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
         advance = reading.begin(last + 1)
 
         def run(batch: Batch) -> None:
-            states.write(batch, stack.run(states.layer, batch.inputs, states.before(batch)))
+            i = states.layer
+            states.write(batch, stack.run(i, i + 1, batch.inputs, states.before(batch)))
 
         for i in range(last + 1):
             group = [block for block in reading.at if where[block] == i]
@@ -62,97 +59,13 @@ def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
                 yield reading.finished(group)
                 advance(sum(batch.tokens for batch in mine))
                 continue
-            with resident([layers[i]]):
+            with resident([stack.layers[i]]):
                 run(beginning)
                 stores = reading.make(group, lambda: run(beginning)) if group else []
                 reading.read(mine, stores, run, advance)
             yield ranks.collect_all(stores)
             ranks.share(None)  # wait until rank 0 has written this layer's blocks
             states.advance(i + 1, stack.extras)
-
-
-def stack_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], dict[Block, int]]:
-    """The model's layers, and in which of them each block is."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} has two stacks of layers: run it without --layerwise"
-        )
-    lists: dict[str, dict[Block, int]] = {}  # by path: layer of each block
-    for block in at:
-        parts = block.entry.split(".")
-        for k in range(1, len(parts)):
-            path = ".".join(parts[:k])
-            if parts[k].isdecimal() and isinstance(model.get_submodule(path), nn.ModuleList):
-                lists.setdefault(path, {})[block] = int(parts[k])
-                break
-    if len(lists) != 1 or sum(map(len, lists.values())) != len(at):
-        raise ValueError(
-            f"the blocks of {type(model).__name__} are not in one list of layers: run it without "
-            "--layerwise"
-        )
-    ((path, where),) = lists.items()
-    layers: Any = model.get_submodule(path)
-    return list(layers), where
-
-
-class _Stack:
-    """A model's layers, run one at a time."""
-
-    def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
-        self.model, self.layers, self.forward = model, layers, Forward(model)
-        net: Any = self.forward.net
-        takes_embeddings = "inputs_embeds" in inspect.signature(net.forward).parameters
-        table: Any = net.get_input_embeddings() if takes_embeddings else None
-        self.embedding_width = getattr(table, "embedding_dim", None)
-        self.extras = -1  # values that a layer returns beside hidden states; -1: it is no tuple
-
-    def run(self, i: int, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
-        """Hidden states after layer i, from those before it, or from tokens if there are none yet."""
-        answers: dict[nn.Module, Any] = {}
-        outputs: list[Any] = []
-        if state is not None:
-            state = state.to(self.forward.device)
-            whole = state if self.extras < 0 else (state, *[None] * self.extras)
-            answers = dict.fromkeys(self.layers[:i], whole)
-            if state.shape[-1] == self.embedding_width:  # the embedding's weights are not needed
-                inputs = {"inputs_embeds": state, **inputs}
-                del inputs["input_ids"]
-
-        def keep(_: nn.Module, args: Any, output: Any) -> None:
-            outputs.append(output)
-            raise StopForward
-
-        handle = self.layers[i].register_forward_hook(keep)
-        try:
-            with answering(answers):
-                self.forward(inputs)
-        finally:
-            handle.remove()
-        if not outputs:
-            raise RuntimeError(f"layer {i} did not run in a forward")
-        self.extras = len(outputs[0]) - 1 if isinstance(outputs[0], tuple) else -1
-        after: Tensor = outputs[0][0] if self.extras >= 0 else outputs[0]
-        return after
-
-    def check(self, inputs: dict[str, Tensor], last: int) -> None:
-        """For an unknown family: refuse it if layers pass anything but hidden states.
-
-        Two batches take turns, so that state that one leaves in the model changes the other.
-        """
-        ids = inputs["input_ids"]
-        batches = [inputs, inputs | {"input_ids": ids[:, :1].expand_as(ids)}]
-        wanted = [self.run(last, batch, None).float() for batch in batches]
-        states: list[Any] = [None, None]
-        for i in range(last + 1):
-            with resident([self.layers[i]]):
-                states = [self.run(i, *pair) for pair in zip(batches, states, strict=True)]
-        for state, plain in zip(states, wanted, strict=True):
-            near = 1e-3 * float(plain.std())
-            if not torch.allclose(state.float(), plain, rtol=1e-3, atol=near):
-                raise ValueError(
-                    f"layers of {type(self.model).__name__} pass more than hidden states to one "
-                    "another: run it without --layerwise"
-                )
 
 
 class States:

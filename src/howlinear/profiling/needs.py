@@ -21,7 +21,7 @@ from howlinear.linear.moments import Moments
 from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
 from howlinear.models.families import Block, backbone, projection_shape
-from howlinear.profiling.layerwise import stack_of
+from howlinear.models.layers import layers_of
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
 from howlinear.run import room
@@ -91,7 +91,7 @@ def profile_needs(
     """What measuring these blocks on so many windows needs."""
     tokens, width = windows * length, max(b.d_in for b in at)
     if layerwise:
-        layers, where = stack_of(model, at)
+        layers, where = layers_of(model, at)
         groups = [[b for b in at if where[b] == i] for i in range(len(layers))]
         weights = max(_elements(layer) for layer in layers) + _embedding(model)
     else:
