@@ -151,7 +151,7 @@ def _compressed(
     cut, texts = source.protocol(), {"fit": source.fit_windows().ids}
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
-    _check_memory(source.net, source.blocks(), texts["fit"].numel())
+    _check_memory(source.net, source.blocks(), texts["fit"])
     amount["settings"] = CompressSettings(protocol=cut, **settings)
     with progress_bars() as begin:
         result = compress_model(source.net, source.folder.folder, **texts, **amount, progress=begin)
@@ -168,15 +168,16 @@ def _check_disk(net: Any, out: Path) -> None:
     room.check_disk(needed, "the smaller model needs up to", out, "name another place with -o")
 
 
-def _check_memory(net: Any, at: list[Any], tokens: int) -> None:
-    """Report the memory of a fit that runs the whole text at once, and refuse too much."""
+def _check_memory(net: Any, at: list[Any], windows: Any) -> None:
+    """Report the memory that fitting takes beside the model, and refuse too much."""
     from howlinear.compression.refitting import memory
     from howlinear.models.units import hidden_count
+    from howlinear.run.work import Work
 
-    needed = memory(at, {b: hidden_count(net, b) for b in at}, tokens)
-    subject = f"fitting on {tokens} tokens at once needs"
-    room.check_memory(needed, subject, "profile fewer --tokens")
-    say(f"{tokens} tokens to fit on; about {size(needed)} of memory")
+    batch = min(len(windows), Work().batch_size) * windows.shape[1]
+    needed = memory(at, {b: hidden_count(net, b) for b in at}, batch)
+    room.check_memory(needed, "fitting needs", "use a machine with more memory")
+    say(f"{windows.numel()} tokens to fit on; about {size(needed)} of memory beside the model")
 
 
 # -- tables

@@ -5,8 +5,7 @@
     install_maps(model, result.maps)
 
 Three texts: maps are fitted on the first; the second decides what every option costs, how far along the
-path of options the budget reaches and which target maps are fitted to; the third is read once, at
-the end.
+path of options the budget reaches; the third is read once, at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from howlinear.records.words import plural, signed
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
 from howlinear.run.work import Progress, Work
-from howlinear.swapping.maps import match
+from howlinear.swapping.maps import RunMaps, match
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Compression(Result):
     removed: int
     feed_forward: int  # parameters of all measured blocks
     parameters: int  # of the whole model, before
-    target: str
     curve: list[Point]
     settings: dict[str, Any]
     notes: list[str]
@@ -101,7 +99,6 @@ class Compression(Result):
             "removed": self.parameters - self.exported["parameters"]
             if self.exported
             else self.removed,
-            "target": self.target,
             "change": None if self.change is None else self.change.to_dict(),
             "exported": self.exported or None,
             "curve": [p.to_dict(self.feed_forward) for p in self.curve],
@@ -145,7 +142,8 @@ def compress_model(
     losses = Losses(model, choose, report, settings.protocol, work)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
-    best, options, path = _choose(search, budget, plan, named, settings)
+    maps = RunMaps(model, Path(folder), run)
+    best, options, path = _choose(search, maps, budget, plan, named, settings)
     points = _ours(search, best, path, settings.curve)
     if points and settings.baselines and not settings.even:
         most = max(p.removed for p in points)
@@ -157,7 +155,6 @@ def compress_model(
         removed=sizes.removed(best.maps),
         feed_forward=sizes.total,
         parameters=parameter_count(model),
-        target=best.target,
         curve=points,
         settings={
             "protocol": losses.protocol.name,
@@ -171,6 +168,7 @@ def compress_model(
 
 def _choose(
     search: Search,
+    maps: RunMaps,
     budget: Budget,
     plan: Sequence[BlockPlan] | None,
     named: Sequence[Block] | None,
@@ -178,11 +176,11 @@ def _choose(
 ) -> tuple[Trial, list[Option], list[Step]]:
     """What replaces each block: by the plan, of the named blocks, or the best within the budget."""
     if plan is not None:
-        return search.best_target(_shapes_of_plan(plan, search.sizes)), [], []
-    parts, wanted = (search.fitter, search.sizes, search.losses), (settings.rank, settings.units)
+        return search.trial(_shapes_of_plan(plan, search.sizes)), [], []
+    fitter, sizes, wanted = search.fitter, search.sizes, (settings.rank, settings.units)
     if named is not None:
-        return search.best_target(shapes_of_named(*parts, named, *wanted)), [], []
-    options = price_options(*parts, *wanted)
+        return search.trial(shapes_of_named(fitter, sizes, maps, named, *wanted)), [], []
+    options = price_options(fitter, sizes, search.losses, *wanted)
     path = even_descent(options) if settings.even else descent(options)
     return search.within(path, budget), options, path
 
@@ -208,7 +206,7 @@ def _ours(search: Search, best: Trial, path: list[Step], curve: Sequence[float])
     sets = [(best.shapes, best.maps)]
     for share in curve if path else ():
         shapes = search.shapes_saving(path, share)
-        sets.append((shapes, search.fitter.refit(shapes, best.target)))
+        sets.append((shapes, search.fitter.refit(shapes)))
     points = []
     for shapes, maps in sets:
         (change,) = losses.together([maps], losses.report)
@@ -234,7 +232,7 @@ def _notes(search: Search, best: Trial) -> list[str]:
     if search.fitter.intercept:
         return []
     # the same shapes fitted with biases, for comparison
-    other = search.trial(best.shapes, best.target, intercept=True)
+    other = search.trial(best.shapes, intercept=True)
     assert best.change is not None
     assert other.change is not None
     gain, se = best.change.gain_over(other.change)

@@ -24,7 +24,7 @@ from howlinear.linear.gradients import WINDOWS
 from howlinear.linear.unit_selection import GROUP
 from howlinear.losses.perplexity import Comparison, compare_all
 from howlinear.losses.protocols import EvalProtocol, protocol_of
-from howlinear.losses.readout import Readout
+from howlinear.losses.readout import KeptReadout
 from howlinear.losses.sweeps import Variant, sweep
 from howlinear.models.families import Block, Replacement, blocks, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
@@ -34,12 +34,14 @@ from howlinear.profiling.expected import expected_kl
 from howlinear.profiling.gradients import gradients_on, why_no_gradients
 from howlinear.profiling.passes import Course
 from howlinear.run.work import Work
+from howlinear.swapping.choosing import expected as expected_costs
+from howlinear.swapping.choosing import suggested
+from howlinear.swapping.maps import RunMaps
 
 ALONE = (0.5, 0.75)
 RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
 BESIDE = (0.0, 0.25, 0.5)
 OPTION_TOKENS = 1024  # tokens on which the cost of one option is measured
-WORTH = 0.9  # of the cost without units: what they must lower it to
 SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few, and few suffice
 
 
@@ -112,9 +114,9 @@ class Losses:
     ) -> None:
         self.model, self.choose, self.report, self.work = model, choose, report, work
         self.protocol = protocol_of(report, protocol)
-        self.reason = ""
+        self.reason, self.original = "", None
         try:
-            Readout(model)
+            self.original = KeptReadout(model)
         except ValueError as error:
             self.reason = str(error)
 
@@ -160,7 +162,8 @@ class Losses:
         changes = [partial(swapped, self.model, replacements) for replacements in maps]
         tokens = windows.numel() if isinstance(windows, Tensor) else 0
         advance = self.work.begin("measuring", tokens)
-        return compare_all(self.model, changes, windows, self.protocol, progress=advance)
+        assert self.original is not None
+        return compare_all(self.original, changes, windows, self.protocol, progress=advance)
 
 
 def price_options(
@@ -235,28 +238,16 @@ def full_or(rank: int | str) -> int | None:
 def shapes_of_named(
     fitter: Refitter,
     sizes: Sizes,
-    losses: Losses,
+    maps: RunMaps,
     at: Sequence[Block],
     rank: int | str,
     units: int | str,
 ) -> dict[Block, Shape]:
-    """One matrix for each block; with units "auto", SINKS hidden units beside it where they are worth it.
-
-    They are if the expected cost falls by a tenth. Without a loss they are kept.
-    """
+    """One matrix for each block; with units "auto", the sink units beside it that the run suggests."""
     r = full_or(rank)
     if units != "auto":
         return {b: (r, sizes.at_most(b, int(units))) for b in at}
-    shapes: dict[Block, list[Shape]] = {
-        b: [(r, k) for k in dict.fromkeys((0, sizes.at_most(b, SINKS)))] for b in at
-    }
-    if losses.reason:
-        return {b: choices[-1] for b, choices in shapes.items()}
-    maps = fitter.survey(shapes)
-    variants = [(b, fitted) for b in at for fitted in maps[b]]
-    costs = iter(losses.expected(variants))
-    chosen = {}
-    for b, choices in shapes.items():
-        found = [next(costs) for _ in choices]
-        chosen[b] = choices[-1] if found[-1] < WORTH * found[0] else choices[0]
-    return chosen
+    counts = {b: suggested(b, maps, expected_costs) for b in at}
+    for b, k in counts.items():
+        fitter.keep_units(b, (maps.records[b.index].sink_units or [])[:k])
+    return {b: (r, k) for b, k in counts.items()}

@@ -9,9 +9,10 @@ batch; then the map is solved for and takes the block's place, so that later blo
 the changed model.
 
 Rows are weighted by 1/|h|, h the residual stream after the block, because later layers read the stream
-after a norm. A map behind replaced blocks is fitted to one of two targets: the block's own output on
-the new input ("output"), or the output that brings the residual stream back to the original model's
-("stream"), which corrects errors of earlier maps and runs the original model beside the changed one.
+after a norm. A map behind replaced blocks is fitted to y + a c: y is the block's own output on its new
+input, c what would bring the residual stream back to the original model's, and a the share of c that
+can be learned from the inputs, chosen on windows that were held out (`linear.blending`). For this the
+original model runs beside the changed one, from the first replaced block on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.compression.walking import Walk
+from howlinear.linear.accumulators import merged
 from howlinear.linear.affine import Factored, Map, UnitMap
+from howlinear.linear.blending import Blend, learned_share
 from howlinear.linear.moments import Moments
 from howlinear.linear.precision import NARROW, is_resolved
 from howlinear.linear.rows import Rows
@@ -39,7 +42,7 @@ from howlinear.models.forward import Batch
 from howlinear.models.units import hidden_count, taken
 from howlinear.run.work import Advance, Work
 
-TARGETS = ("output", "stream")
+HELD_OUT = 5  # one batch in so many decides how much of the correction is learned
 SURVEYED = 8  # rows for each column of [x, hidden units]: so many order the units, all fit the maps
 
 Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidden units kept
@@ -70,6 +73,7 @@ class Refitter:
         # orders of hidden units: without a matrix, and beside one
         self.ladders: dict[Block, tuple[Elimination, Elimination]] = {}
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
+        self.corrections: dict[Block, float | None] = {}  # a, of the last refit
 
     def survey(
         self,
@@ -84,8 +88,7 @@ class Refitter:
         in `ranks` (hidden units -> ranks).
         """
         columns = max(b.d_in + hidden_count(self.model, b) for b in shapes)
-        step = max(1, self.windows.numel() // (SURVEYED * columns))
-        walk = Walk(self.model, list(shapes), self.windows[::step], self.work)
+        walk = Walk(self.model, list(shapes), self.some_windows(SURVEYED * columns), self.work)
         advance = self._begin(label, walk, len(shapes))
         maps: dict[Block, list[Map]] = {}
         for block, wanted in shapes.items():
@@ -102,6 +105,13 @@ class Refitter:
                 maps[block].append(fitted.to(self.like))
         return maps
 
+    def some_windows(self, tokens: int) -> Tensor:
+        """Windows evenly spaced over all, with at least so many tokens if there are."""
+        count, every = -(-tokens // self.windows.shape[1]), len(self.windows)
+        if count >= every:
+            return self.windows
+        return self.windows[torch.arange(count) * every // count]
+
     def _begin(self, label: str, walk: Walk, blocks: int) -> Advance:
         return self.work.begin(label, blocks * sum(batch.tokens for batch in walk.batches))
 
@@ -116,7 +126,7 @@ class Refitter:
             advance(batch.tokens)
 
         walk.read(block, receive, every=units > 0)
-        moments = self.work.ranks.added(sums.total())
+        moments = self.work.ranks.added(sums.total()[0])
         if not units:
             explained = float(solve(moments)[1].square().sum() / moments.S_yy.sum())
             self.rests[block] = {(None, 0): 1 - explained}
@@ -132,31 +142,34 @@ class Refitter:
     def refit(
         self,
         shapes: Mapping[Block, Shape],
-        target: str = "output",
         *,
         intercept: bool | None = None,
         windows: Tensor | None = None,
     ) -> dict[Block, Map]:
         """Maps of all these blocks together, each on the inputs that the maps before it produce.
 
-        On all windows of the fitter, or on some.
+        On all windows of the fitter, or on some. `corrections` has the share a of each block.
         """
         at = sorted(shapes, key=lambda b: b.index)
         if missing := {b: () for b in at if shapes[b][1] and b not in self.ladders}:
             self.survey(missing)
-        intercept = self.intercept if intercept is None else intercept
         windows = self.windows if windows is None else windows
-        changed = Walk(self.model, at, windows, self.work)
-        advance = self._begin(f"refitting ({target})", changed, len(at))
-        original = Walk(self.model, at, windows, self.work) if target == "stream" else None
+        changed, original = Walk(self.model, at, windows, self.work), None
+        advance = self._begin("refitting", changed, len(at))
         maps: dict[Block, Map] = {}
         for block in at:
             fit = _Fit(self, block, shapes[block], changed, advance)
             if original is not None:
                 fit.read_original(original)
-            maps[block] = fit.fitted(intercept)
+            maps[block] = fit.fitted(self.intercept if intercept is None else intercept)
+            self.corrections[block] = fit.share
+            original = original or changed.fork()
             changed.replace(block, maps[block], fit.outputs)
         return maps
+
+    def keep_units(self, block: Block, units: Sequence[int]) -> None:
+        """Maps of this block keep these hidden units: no survey has to choose them."""
+        self.ladders[block] = (Elimination(list(units), {}),) * 2
 
     def units_of(self, block: Block, shape: Shape) -> tuple[int, ...]:
         """The hidden units that a map of this shape keeps."""
@@ -173,7 +186,8 @@ class _Fit:
         self.fitter, self.block, self.walk, self.advance = fitter, block, walk, advance
         self.rank, self.units = shape[0], fitter.units_of(block, shape)
         self.alone = self.rank == 0 and len(self.units) > 0  # hidden units without x
-        self.corrects = False  # does the map bring the stream back to the original's?
+        self.corrects = False  # is the original's residual stream known, to come back to?
+        self.share: float | None = None  # of the correction
         self.map: Map
 
     def read_original(self, walk: Walk) -> None:
@@ -187,31 +201,48 @@ class _Fit:
         walk.read(self.block, receive)
 
     def fitted(self, intercept: bool) -> Map:
-        block, k = self.block, len(self.units)
-        sums = Sums((0 if self.alone else block.d_in) + k, block.d_out)
+        """Read the block's rows and solve for its map."""
+        block, k, ranks = self.block, len(self.units), self.fitter.work.ranks
+        columns = (0 if self.alone else block.d_in) + k
+        sums = Sums(columns, block.d_out * (1 + self.corrects), groups=1 + self.corrects)
 
         def receive(batch: Batch, rows: Rows) -> None:
             parts = [] if self.alone else [rows.x]
             joint = torch.cat(parts if rows.hidden is None else [*parts, rows.hidden], 1)
             self.walk.shelf.put("inputs", batch, joint)
-            y = rows.y
+            y, group = rows.y, 0
             if self.corrects and rows.h is not None:
-                y = y + (self.walk.shelf.get("original", batch) - rows.h) / block.scale
-            sums.update(joint, y, rows.inverse_stream)
+                correction = (self.walk.shelf.get("original", batch) - rows.h) / block.scale
+                y, group = torch.cat([y, correction], 1), int(self._held_out(batch))
+            sums.update(joint, y, rows.inverse_stream, group)
             self.advance(batch.tokens)
 
         self.walk.read(block, receive, torch.tensor(self.units) if k else None)
-        moments = self.fitter.work.ranks.added(sums.total())
+        groups = [ranks.added(moments) for moments in sums.total()]
+        rows: Moments | Blend = groups[0]
+        if self.corrects:
+            self.share = learned_share(*groups, intercept=intercept)
+            rows = Blend(merged(groups), self.share)
+        self.map = self._solved(rows, intercept).to(self.fitter.like)
+        return self.map
+
+    def _held_out(self, batch: Batch) -> bool:
+        """One batch in HELD_OUT; of fewer batches the last, if it is not the only one."""
+        if self.walk.count < HELD_OUT:
+            return 0 < batch.number == self.walk.count - 1
+        return batch.number % HELD_OUT == HELD_OUT - 1
+
+    def _solved(self, rows: Moments | Blend, intercept: bool) -> Map:
+        block, k = self.block, len(self.units)
         hidden = taken(self.fitter.model, block, self.units) if k else None
         d = 0 if self.alone else block.d_in
-        fitted = joint_map(moments, d, range(k), self.rank, hidden, intercept=intercept)
+        fitted = joint_map(rows, d, range(k), self.rank, hidden, intercept=intercept)
         if isinstance(fitted, UnitMap):
             fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
             if self.alone and isinstance(fitted.affine, Factored):
                 nothing = fitted.write.new_zeros(0, block.d_in)
                 fitted = replace(fitted, affine=replace(fitted.affine, into=nothing))
-        self.map = fitted.to(self.fitter.like)
-        return self.map
+        return fitted
 
     def outputs(self, batch: Batch) -> Tensor:
         """(n, d_out) of the map on the rows of a batch."""
@@ -224,36 +255,39 @@ class _Fit:
 
 
 class Sums:
-    """Moments of rows in float32 products where that is harmless, which their first rows decide."""
+    """Moments of rows in one or two groups; products are in float32 where that is harmless.
 
-    def __init__(self, columns: int, d_out: int) -> None:
-        self.moments = Moments(columns, d_out)
-        self.first: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rows before the decision
+    The first rows of the first group decide it.
+    """
 
-    def update(self, x: Tensor, y: Tensor, weight: Tensor | None) -> None:
-        if self.moments.n:
-            self.moments.update(x, y, weight)
+    def __init__(self, columns: int, d_out: int, groups: int = 1) -> None:
+        self.groups = [Moments(columns, d_out) for _ in range(groups)]
+        self.decided = columns < NARROW
+        self.first: list[tuple[int, tuple[Tensor, Tensor, Tensor | None]]] = []  # rows by group
+
+    def update(self, x: Tensor, y: Tensor, weight: Tensor | None, group: int = 0) -> None:
+        """Add rows to a group."""
+        if self.decided:
+            self.groups[group].update(x, y, weight)
             return
-        self.first.append((x, y.clone(), weight))  # y may be the model's own
-        columns = self.moments.d_in
-        if (
-            columns >= NARROW
-            and sum(len(rows) for rows, _, _ in self.first) > columns + columns // 2
-        ):
-            self._sum_first("mixed")
-            if not is_resolved(self.moments):
-                self.moments = Moments(columns, self.moments.d_out)
-                self._sum_first("float64")
+        self.first.append((group, (x, y.clone(), weight)))  # y may be the model's own
+        columns = self.groups[0].d_in
+        if sum(len(rows[0]) for g, rows in self.first if g == 0) > columns + columns // 2:
+            self._sum("mixed")
+            if not is_resolved(self.groups[0]):
+                self.groups = [Moments(columns, self.groups[0].d_out) for _ in self.groups]
+                self._sum("float64")
             self.first.clear()
+            self.decided = True
 
-    def _sum_first(self, precision: str) -> None:
-        self.moments.precision = precision
-        for rows in self.first:
-            self.moments.update(*rows)
+    def _sum(self, precision: str) -> None:
+        for moments in self.groups:
+            moments.precision = precision
+        for group, rows in self.first:
+            self.groups[group].update(*rows)
 
-    def total(self) -> Moments:
-        """Of all rows."""
-        if not self.moments.n:
-            self._sum_first("float64")
-            self.first.clear()
-        return self.moments
+    def total(self) -> list[Moments]:
+        """Of all rows, by group."""
+        if not self.decided:
+            self._sum("float64")
+        return self.groups

@@ -8,12 +8,13 @@ from typing import Any
 
 from howlinear.compression.plan import Budget, Step, after, saving, within
 from howlinear.compression.prices import Losses, Sizes
-from howlinear.compression.refitting import TARGETS, Refitter, Shape
+from howlinear.compression.refitting import Refitter, Shape
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison
 from howlinear.models.families import Block
 
-ROUNDS = 4  # of refitting in search of the budget
+TOGETHER = 0.5  # maps that are fitted together cost about so much of the sum of their prices
+ROUNDS = 3  # fits of all windows in search of the budget
 CLOSE = 0.9  # of the budget: the search ends
 
 
@@ -23,7 +24,6 @@ class Trial:
 
     shapes: dict[Block, Shape]
     maps: dict[Block, Map]
-    target: str
     change: Comparison | None
 
     @property
@@ -38,19 +38,13 @@ class Search:
         self.fitter, self.sizes, self.losses = fitter, sizes, losses
         self.by_index = {b.index: b for b in fitter.at}
 
-    def trial(self, shapes: dict[Block, Shape], target: str, **options: Any) -> Trial:
-        """Fit these shapes to one target and measure them."""
-        maps = self.fitter.refit(shapes, target, **options)
+    def trial(self, shapes: dict[Block, Shape], **options: Any) -> Trial:
+        """Fit these shapes and measure them."""
+        maps = self.fitter.refit(shapes, **options)
         change = None
         if not self.losses.reason:
             (change,) = self.losses.together([maps], self.losses.choose)
-        return Trial(shapes, maps, target, change)
-
-    def best_target(self, shapes: dict[Block, Shape]) -> Trial:
-        """Fit to each target; the one with the lower loss on the text for choosing."""
-        if self.losses.reason:
-            return self.trial(shapes, TARGETS[0])
-        return min((self.trial(shapes, target) for target in TARGETS), key=lambda t: t.nats)
+        return Trial(shapes, maps, change)
 
     def shapes_after(self, path: list[Step], steps: int) -> dict[Block, Shape]:
         chosen = after(path, steps)
@@ -72,27 +66,31 @@ class Search:
                 f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
                 f"every block saves {most / self.sizes.total:.1%} (--remove-params)"
             )
-        return self.best_target(self.shapes_saving(path, budget.parameters))
+        return self.trial(self.shapes_saving(path, budget.parameters))
 
     def _within_nats(self, path: list[Step], nats: float) -> Trial:
-        """Costs of blocks do not quite add up: fit, measure, correct the expected cost, repeat."""
-        level, low, high = nats, (0.0, 0.0), None  # (expected, measured) below and above the budget
-        best, target = None, None
-        tried: set[int] = set()
-        for _ in range(ROUNDS):
+        """Costs of blocks do not add up: fit on some windows, measure, correct, fit on all of them."""
+        level, low, high = (
+            nats / TOGETHER,
+            (0.0, 0.0),
+            None,
+        )  # (expected, measured) around the budget
+        best, tried = None, set[tuple[int, int]]()
+        every = self.fitter.windows
+        for windows in (self.fitter.some_windows(every.numel() // 2), *[every] * ROUNDS):
             steps = max(within(path, level), 1)
-            if steps in tried:
+            if (steps, len(windows)) in tried:
                 break
-            tried.add(steps)
-            shapes = self.shapes_after(path, steps)
-            new = self.trial(shapes, target) if target else self.best_target(shapes)
-            target = new.target
+            tried.add((steps, len(windows)))
+            new = self.trial(self.shapes_after(path, steps), windows=windows)
             if new.nats > nats:
                 high = (level, new.nats)
             else:
-                best, low = new, (level, new.nats)
-                if new.nats >= CLOSE * nats or steps == len(path):
-                    break
+                low = (level, new.nats)
+                if windows is every:
+                    best = new
+                    if new.nats >= CLOSE * nats or steps == len(path):
+                        break
             level = _next_level(low, high, nats)
         if best is None:
             raise ValueError(

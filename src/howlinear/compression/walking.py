@@ -16,6 +16,7 @@ A model whose layers are not one list (encoder-decoders) runs from its tokens fo
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ class Walk:
     ) -> None:
         self.model = model
         every = list(as_windows(windows).batches(work.batch_size))
+        self.count = len(every)  # batches of all ranks
         self.batches = [batch for batch in every if work.ranks.mine(batch.number)]
         self.maps: dict[Block, Map] = {}  # of the blocks that are replaced
         self.stack = _stack(model, at, every[0].inputs)
@@ -96,6 +98,15 @@ class Walk:
             for batch in self.batches:
                 self._run(batch)
 
+    def fork(self) -> Walk:
+        """Another walk of the unchanged model, from after the block just read, before any is replaced."""
+        twin = copy.copy(self)
+        twin.maps, twin.shelf = {}, Shelf(self.shelf.size)
+        if self.stack is not None:
+            for batch in self.batches:
+                twin.shelf.put("after", batch, self.shelf.get("after", batch))
+        return twin
+
     def _from_tokens(
         self, block: Block, batch: Batch, receive: Receive, units: dict[int, Tensor | None]
     ) -> None:
@@ -139,7 +150,7 @@ class Shelf:
     """Named tensors of batches: in memory, or in files where they would take too much of it."""
 
     def __init__(self, size: int) -> None:
-        free = room.available_memory()
+        free, self.size = room.available_memory(), size
         self.kept: dict[tuple[str, int], Tensor] = {}
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         if free is not None and size > free // SHARE:

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from howlinear.linear.accumulators import Accumulator
 from howlinear.linear.affine import Affine
+
+if TYPE_CHECKING:
+    from howlinear.linear.blending import Blend
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ def fit(moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0) -> 
 
 
 def solve(
-    moments: Accumulator,
+    moments: Accumulator | Blend,
     *,
     columns: Tensor | None = None,
     intercept: bool = True,
@@ -78,7 +82,7 @@ def solve(
     return Affine(W, bias, rank), Z
 
 
-def input_noise(moments: Accumulator, intercept: bool = True) -> Tensor:
+def input_noise(moments: Accumulator | Blend, intercept: bool = True) -> Tensor:
     """(d_in,) root of the sum of squares that rounding alone gives each centred column of x."""
     if not intercept:
         return torch.zeros_like(moments.mean_x)

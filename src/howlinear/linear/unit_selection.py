@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Factored, Map, UnitMap
+from howlinear.linear.blending import Blend
 from howlinear.linear.moments import Moments
 from howlinear.linear.solving import column_scale, input_noise, solve, solve_gram
 
@@ -92,7 +93,7 @@ def unit_diagonal(S: Tensor, S_y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joint_map(
-    rows: Moments,
+    rows: Moments | Blend,
     d: int,
     units: Sequence[int],
     rank: int | None,
@@ -137,7 +138,9 @@ def _columns(d: int, units: Sequence[int]) -> Tensor:
     return torch.tensor([*range(d), *(d + u for u in units)])
 
 
-def _explained(rows: Moments, at: Tensor, d: int, S: Tensor, S_y: Tensor) -> tuple[Tensor, Tensor]:
+def _explained(
+    rows: Moments | Blend, at: Tensor, d: int, S: Tensor, S_y: Tensor
+) -> tuple[Tensor, Tensor]:
     """W of the joint fit, and W S W', the squares and products that it explains.
 
     S there is that of x without the part that the units explain.
@@ -149,6 +152,6 @@ def _explained(rows: Moments, at: Tensor, d: int, S: Tensor, S_y: Tensor) -> tup
     return W, W @ inputs @ W.t()
 
 
-def _coefficients(rows: Moments, at: Tensor, S: Tensor, S_y: Tensor) -> Tensor:
+def _coefficients(rows: Moments | Blend, at: Tensor, S: Tensor, S_y: Tensor) -> Tensor:
     """(outputs, columns) of the regression on the columns `at` of x, whose S_xy is `S_y`."""
     return solve_gram(S[at][:, at], S_y, input_noise(rows)[at], rows.eps)[0]

@@ -296,7 +296,7 @@ def compare(
 
 
 def compare_all(
-    model: nn.Module,
+    model: nn.Module | Readout,
     changes: Sequence[nn.Module | Context],
     ids: WindowsLike,
     protocol: EvalProtocol | str | None = None,
@@ -304,11 +304,12 @@ def compare_all(
     batch_size: int = 8,
     progress: Advance | None = None,
 ) -> list[Comparison]:
-    """Several changes beside the one original: see `compare`."""
+    """Several changes beside the one original: see `compare`. A `KeptReadout` runs it once."""
     protocol = protocol_of(ids, protocol)
-    others = [Readout(c) if isinstance(c, nn.Module) else Readout(model, c) for c in changes]
+    first = model if isinstance(model, Readout) else Readout(model)
+    others = [Readout(c) if isinstance(c, nn.Module) else Readout(first.model, c) for c in changes]
     scores = [TokenScores() for _ in others]
-    every = _scored([Readout(model), *others], ids, protocol, batch_size, progress)
+    every = _scored([first, *others], ids, protocol, batch_size, progress)
     for (logits, *logits_changed), targets, cluster in every:
         original = reference(logits, targets, cluster)
         for score, changed in zip(scores, logits_changed, strict=True):

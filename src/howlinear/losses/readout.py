@@ -88,6 +88,23 @@ class Readout:
         return states.float() if self.whole else head_logits(self.model, states)
 
 
+class KeptReadout(Readout):
+    """A readout that runs each batch of tokens once and keeps its states: d numbers a token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept: dict[bytes, Tensor] = {}
+        super().__init__(model)
+
+    def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        key = inputs["input_ids"].cpu().numpy().tobytes()
+        if key in self.kept:
+            return self.kept[key]
+        states = super().states(inputs)
+        if not self.whole:  # logits are too many to keep
+            self.kept[key] = states
+        return states
+
+
 def head_logits(model: nn.Module, states: Tensor) -> Tensor:
     """(..., vocabulary) in float32: what `model` makes of its backbone's last hidden states.
 
