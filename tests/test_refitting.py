@@ -78,7 +78,7 @@ def test_the_correction_brings_the_stream_nearer(name, monkeypatch):
         with monkeypatch.context() as patch:
             if share != "learned":
                 patch.setattr(
-                    "howlinear.compression.refitting.learned_share", lambda *_, **__: share
+                    "howlinear.compression.refitting.learned_share", lambda *_, a=share, **__: a
                 )
             maps = fitter.refit(dict.fromkeys(at, (None, 0)))
         assert fitter.corrections[at[0]] is None  # nothing before it was replaced
