@@ -40,7 +40,7 @@ from howlinear.linear.unit_selection import (
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch
 from howlinear.models.units import hidden_count, taken
-from howlinear.run.work import Advance, Work
+from howlinear.run.work import Work
 
 HELD_OUT = 5  # one batch in so many decides how much of the correction is learned
 SURVEYED = 8  # rows for each column of [x, hidden units]: so many order the units, all fit the maps
@@ -88,11 +88,11 @@ class Refitter:
         in `ranks` (hidden units -> ranks).
         """
         columns = max(b.d_in + hidden_count(self.model, b) for b in shapes)
-        walk = Walk(self.model, list(shapes), self.some_windows(SURVEYED * columns), self.work)
-        advance = self._begin(label, walk, len(shapes))
+        windows = self.some_windows(SURVEYED * columns)
+        walk = Walk(self.model, list(shapes), windows, self.work, label)
         maps: dict[Block, list[Map]] = {}
         for block, wanted in shapes.items():
-            moments = self._all_rows(walk, block, advance)
+            moments = self._all_rows(walk, block)
             d, rests = block.d_in, self.rests[block]
             for k, lower in ((ranks or {}).get(block) or {}).items():
                 beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k)))
@@ -112,18 +112,14 @@ class Refitter:
             return self.windows
         return self.windows[torch.arange(count) * every // count]
 
-    def _begin(self, label: str, walk: Walk, blocks: int) -> Advance:
-        return self.work.begin(label, blocks * sum(batch.tokens for batch in walk.batches))
-
-    def _all_rows(self, walk: Walk, block: Block, advance: Advance) -> Moments:
+    def _all_rows(self, walk: Walk, block: Block) -> Moments:
         """Moments of [x, all hidden units] and y; keeps the orders of the units."""
         units = hidden_count(self.model, block)
         sums = Sums(block.d_in + units, block.d_out)
 
-        def receive(batch: Batch, rows: Rows) -> None:
+        def receive(_: Batch, rows: Rows) -> None:
             joint = rows.x if rows.hidden is None else torch.cat([rows.x, rows.hidden], 1)
             sums.update(joint, rows.y, rows.inverse_stream)
-            advance(batch.tokens)
 
         walk.read(block, receive, every=units > 0)
         moments = self.work.ranks.added(sums.total()[0])
@@ -154,11 +150,10 @@ class Refitter:
         if missing := {b: () for b in at if shapes[b][1] and b not in self.ladders}:
             self.survey(missing)
         windows = self.windows if windows is None else windows
-        changed, original = Walk(self.model, at, windows, self.work), None
-        advance = self._begin("refitting", changed, len(at))
+        changed, original = Walk(self.model, at, windows, self.work, "refitting", forks=True), None
         maps: dict[Block, Map] = {}
         for block in at:
-            fit = _Fit(self, block, shapes[block], changed, advance)
+            fit = _Fit(self, block, shapes[block], changed)
             if original is not None:
                 fit.read_original(original)
             maps[block] = fit.fitted(self.intercept if intercept is None else intercept)
@@ -180,10 +175,8 @@ class Refitter:
 class _Fit:
     """The map of one block, on its rows in the changed model."""
 
-    def __init__(
-        self, fitter: Refitter, block: Block, shape: Shape, walk: Walk, advance: Advance
-    ) -> None:
-        self.fitter, self.block, self.walk, self.advance = fitter, block, walk, advance
+    def __init__(self, fitter: Refitter, block: Block, shape: Shape, walk: Walk) -> None:
+        self.fitter, self.block, self.walk = fitter, block, walk
         self.rank, self.units = shape[0], fitter.units_of(block, shape)
         self.alone = self.rank == 0 and len(self.units) > 0  # hidden units without x
         self.corrects = False  # is the original's residual stream known, to come back to?
@@ -215,7 +208,6 @@ class _Fit:
                 correction = (self.walk.shelf.get("original", batch) - rows.h) / block.scale
                 y, group = torch.cat([y, correction], 1), int(self._held_out(batch))
             sums.update(joint, y, rows.inverse_stream, group)
-            self.advance(batch.tokens)
 
         self.walk.read(block, receive, torch.tensor(self.units) if k else None)
         groups = [ranks.added(moments) for moments in sums.total()]

@@ -14,8 +14,9 @@ from howlinear.losses.perplexity import Comparison
 from howlinear.models.families import Block
 
 TOGETHER = 0.5  # maps that are fitted together cost about so much of the sum of their prices
-ROUNDS = 3  # fits of all windows in search of the budget
-CLOSE = 0.9  # of the budget: the search ends
+HALF = 0.9  # what maps fitted on all windows cost, of what those fitted on half of them cost
+ROUNDS = 4  # fits of all windows in search of the budget
+AIM, CLOSE = 0.93, 0.85  # of the budget: what the search aims at, and where it ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,28 +70,25 @@ class Search:
         return self.trial(self.shapes_saving(path, budget.parameters))
 
     def _within_nats(self, path: list[Step], nats: float) -> Trial:
-        """Costs of blocks do not add up: fit on some windows, measure, correct, fit on all of them."""
-        level, low, high = (
-            nats / TOGETHER,
-            (0.0, 0.0),
-            None,
-        )  # (expected, measured) around the budget
-        best, tried = None, set[tuple[int, int]]()
-        every = self.fitter.windows
-        for windows in (self.fitter.some_windows(every.numel() // 2), *[every] * ROUNDS):
+        """Costs of blocks do not add up: fit on half of the windows, measure, correct, fit on all."""
+        half = self.fitter.some_windows(self.fitter.windows.numel() // 2)
+        level = nats / TOGETHER
+        first = self.trial(self.shapes_after(path, max(within(path, level), 1)), windows=half)
+        level *= min(max(AIM * nats / (HALF * max(first.nats, 0.0) + 1e-12), 0.1), 4.0)
+        low, high = (0.0, 0.0), None  # (expected, measured) below and above the budget
+        best, tried = None, set[int]()
+        for _ in range(ROUNDS):
             steps = max(within(path, level), 1)
-            if (steps, len(windows)) in tried:
+            if steps in tried:
                 break
-            tried.add((steps, len(windows)))
-            new = self.trial(self.shapes_after(path, steps), windows=windows)
+            tried.add(steps)
+            new = self.trial(self.shapes_after(path, steps))
             if new.nats > nats:
                 high = (level, new.nats)
             else:
-                low = (level, new.nats)
-                if windows is every:
-                    best = new
-                    if new.nats >= CLOSE * nats or steps == len(path):
-                        break
+                best, low = new, (level, new.nats)
+                if new.nats >= CLOSE * nats or steps == len(path):
+                    break
             level = _next_level(low, high, nats)
         if best is None:
             raise ValueError(
@@ -102,7 +100,6 @@ class Search:
 
 def _next_level(low: tuple[float, float], high: tuple[float, float] | None, nats: float) -> float:
     """The expected cost at which the measured cost may meet the budget, from the last two trials."""
-    aim = (1 + CLOSE) / 2 * nats
     if high is None:
-        return low[0] * aim / low[1] if low[1] > 0 else 2 * low[0]
-    return low[0] + (high[0] - low[0]) * (aim - low[1]) / (high[1] - low[1])
+        return low[0] * AIM * nats / low[1] if low[1] > 0 else 2 * low[0]
+    return low[0] + (high[0] - low[0]) * (AIM * nats - low[1]) / (high[1] - low[1])

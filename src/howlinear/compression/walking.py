@@ -43,8 +43,15 @@ class Walk:
     """Windows between two layers of a model in which blocks are replaced one after another."""
 
     def __init__(
-        self, model: nn.Module, at: Sequence[Block], windows: WindowsLike, work: Work
+        self,
+        model: nn.Module,
+        at: Sequence[Block],
+        windows: WindowsLike,
+        work: Work,
+        label: str = "",
+        forks: bool = False,
     ) -> None:
+        """With a label, progress is reported in tokens of each layer; `forks`: those of `fork`, too."""
         self.model = model
         every = list(as_windows(windows).batches(work.batch_size))
         self.count = len(every)  # batches of all ranks
@@ -52,8 +59,13 @@ class Walk:
         self.maps: dict[Block, Map] = {}  # of the blocks that are replaced
         self.stack = _stack(model, at, every[0].inputs)
         self.layer, self.has_run = 0, False  # the layer that states enter; did it run?
+        tokens, runs = sum(batch.tokens for batch in self.batches), len(at)
+        if self.stack is not None:
+            first, last = (end(self.stack.where.values()) for end in (min, max))
+            runs = last + 1 + forks * (last - first)
+        self.advance = work.begin(label, tokens * runs) if label else None
         widths = max(2 * b.d_in + 6 * b.d_out for b in at)  # states, outputs, inputs of maps
-        self.shelf = Shelf(4 * widths * sum(batch.tokens for batch in self.batches))
+        self.shelf = Shelf(4 * widths * tokens)
 
     def read(
         self, block: Block, receive: Receive, units: Tensor | None = None, *, every: bool = False
@@ -116,6 +128,7 @@ class Walk:
 
         with swapped(self.model, self.maps), tap(self.model, take, at=[block], units=units):
             Forward(self.model)(batch.inputs)
+        self._done(batch)
 
     def _adds_up(self, block: Block) -> bool:
         """Is the layer's output the stream before the block, and `scale` times its output?"""
@@ -132,6 +145,11 @@ class Walk:
         self.shelf.put(
             "after", batch, self.stack.run(self.layer, self.layer + 1, batch.inputs, state)
         )
+        self._done(batch)
+
+    def _done(self, batch: Batch) -> None:
+        if self.advance is not None:
+            self.advance(batch.tokens)
 
     def _advance(self, layer: int) -> None:
         """Bring all windows to this layer."""
