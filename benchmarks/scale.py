@@ -1,4 +1,4 @@
-"""How a profile grows: several processes, depth with and without --layerwise, tokens, width, depth.
+"""How cost grows: several processes, depth with and without --layerwise, width, tokens, vocabulary.
 
     python benchmarks/scale.py              # everything, about ten minutes on two cores
     python benchmarks/scale.py ranks        # or one part: ranks, memory, growth
@@ -6,9 +6,9 @@
 ranks: two processes over gloo with one thread each against one process with two threads, the same
 windows of the built-in text through the built-in model, by turns in one run; loading is not counted.
 memory: peak memory of a process that profiles random Llamas of 1, 4 and 16 layers from disk, its own
-and with pages of files, beside what is stated before the start. growth: seconds and multiply-adds a
-second against tokens, width and depth. Machines are shared and noisy: ratios of one run are what to
-read.
+and with pages of files, beside what is stated before the start.
+growth: seconds of profile, swap and compress against width, depth, tokens and vocabulary, with fitted
+powers. Machines are shared and noisy: ratios of one run are what to read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 sys.path.pop(0)  # this folder: its signal.py would hide the standard library's
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -153,20 +154,20 @@ def ranks() -> None:
     print(f"{off:.1e} beside two threads, in which the model's own float32 sums differ")
 
 
-def llama(folder: Path, layers: int, width: int) -> str:
-    """A random Llama on disk."""
+def llama(folder: Path, layers: int, width: int, vocabulary: int = 1000, hidden: int = 4) -> str:
+    """A random Llama on disk, with `hidden` times as many hidden units as its width."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=width,
-        intermediate_size=4 * width,
+        intermediate_size=hidden * width,
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
-        vocab_size=1000,
+        vocab_size=vocabulary,
     )
-    path = folder / f"{layers}-{width}"
+    path = folder / f"{layers}-{width}-{vocabulary}"
     if not path.exists():
         LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
@@ -195,24 +196,68 @@ def memory() -> None:
             print(f"{layers:>3} layers: {'; '.join(told)}; R2 differs by {off:.0e}", flush=True)
 
 
+# what one axis at a time is varied over; the others stay at their first value
+AXES = {
+    "width": (256, 512, 1024, 2048),
+    "layers": (2, 4, 8, 16),
+    "tokens": (8192, 16384, 32768, 65536),
+    "vocabulary": (1000, 8000, 64000),
+}
+EXPECTED = {  # powers for large values: the model's products, solving, swaps x layers behind them, the head
+    "profile": {"width": "2 to 3", "layers": "1", "tokens": "1", "vocabulary": "0 to 1"},
+    "swap": {"width": "2", "layers": "1 to 2", "tokens": "1", "vocabulary": "0 to 1"},
+    "compress": {"width": "2 to 3", "layers": "1", "tokens": "0 to 1", "vocabulary": "0 to 1"},
+}
+
+
 def growth() -> None:
-    print("seconds, and multiply-adds a second by the count that --dry-run prints")
-    cases = [("tokens", 4096 * k, 512, 4) for k in (2, 4, 8)]
-    cases += [("width", 8192, width, 4) for width in (256, 512, 1024)]
-    cases += [("depth", 8192, 512, layers) for layers in (1, 4, 16)]
-    with tempfile.TemporaryDirectory() as folder:
-        for what, tokens, width, layers in cases:
-            model, _ = hl.load(llama(Path(folder), layers, width))
-            ids = torch.randint(0, 1000, (tokens // 256, 256))
-            cost = profile_needs(model, hl.blocks(model), windows=len(ids), length=256)
-            began = time.perf_counter()
-            hl.profile(model, ids.split(8))
-            seconds = time.perf_counter() - began
+    """Seconds of each command over one axis at a time, and the power that fits them best."""
+    for axis, values in AXES.items():
+        seconds: dict[str, list[float]] = {name: [] for name in EXPECTED}
+        for value in values:
+            sizes = {name: each[0] for name, each in AXES.items()} | {axis: value}
+            taken = timed(**sizes)
+            for name, each in taken.items():
+                seconds[name].append(each)
+            shown = ", ".join(f"{name} {each:.1f} s" for name, each in taken.items())
+            print(f"{axis} {value:>6}: {shown}", flush=True)
+        for name, each in seconds.items():
+            power = statistics.linear_regression([math.log(v) for v in values], map(math.log, each))
+            last = math.log(each[-1] / each[-2]) / math.log(values[-1] / values[-2])
             print(
-                f"{what:<7} {tokens:>6} tokens, width {width:>4}, {layers:>2} layers: {seconds:6.1f} s, "
-                f"{cost.multiply_adds / seconds / 1e9:5.1f} G/s",
+                f"  {name} grows with {axis} to the power {power.slope:.2f}, {last:.2f} at the end "
+                f"(expected {EXPECTED[name][axis]})",
                 flush=True,
             )
+
+
+def timed(width: int, layers: int, tokens: int, vocabulary: int) -> dict[str, float]:
+    """Seconds that three commands take on a random Llama, without loading it."""
+    from howlinear.compression.compress import compress_model
+    from howlinear.compression.plan import Budget
+    from howlinear.swapping.swaps import SwapOptions, measure_swaps
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, _ = hl.load(llama(Path(folder), layers, width, vocabulary, hidden=2))
+        g = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 1000, (tokens // 256 + 24, 256), generator=g)
+        fit, choose, report = ids[24:], ids[:8, :128], ids[8:24, :128].repeat(tokens // 8192, 1)
+        run = Path(folder, "run")
+        work = {
+            "profile": lambda: hl.profile(model, fit).save(run),
+            "swap": lambda: measure_swaps(
+                model, run, choose=choose, report=report, options=SwapOptions(0, all_tokens=True)
+            ),
+            "compress": lambda: compress_model(
+                model, run, Budget(parameters=0.2), fit=fit, choose=choose, report=report[:16]
+            ),
+        }
+        seconds = {}
+        for name, each in work.items():
+            began = time.perf_counter()
+            each()
+            seconds[name] = time.perf_counter() - began
+        return seconds
 
 
 if __name__ == "__main__":

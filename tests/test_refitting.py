@@ -5,9 +5,12 @@ import torch
 
 import tiny
 from howlinear import Moments, blocks, fit, swapped
-from howlinear.compression.refitting import Refitter
+from howlinear.compression.refitting import Refitter, Sums
+from howlinear.linear.accumulators import merged
+from howlinear.models import loading
 from howlinear.models.forward import run_rows
 from howlinear.models.hooks import as_module
+from howlinear.models.offload import is_offloaded
 from howlinear.probing.samples import gather
 
 WINDOWS = torch.randint(3, 49, (60, 16), generator=torch.Generator().manual_seed(0))
@@ -142,3 +145,47 @@ def test_experts_get_a_matrix():
     at = blocks(model)
     maps = Refitter(model, at, WINDOWS).refit(dict.fromkeys(at, (None, 0)))
     assert set(maps) == set(at)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_sums_are_in_float32_unless_columns_repeat_one_another(repeated):
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2000, 300, generator=g), torch.randn(2000, 3, generator=g)
+    if repeated:
+        x[:, 1] = x[:, 0]
+    weight, exact = torch.rand(2000, generator=g).double(), Moments(300, 3)
+    sums = Sums(300, 3, groups=2)
+    for part in torch.arange(1500).split(100):
+        sums.update(x[part], y[part], weight[part])
+    for part in torch.arange(1500, 2000).split(100):
+        sums.update(x[part], y[part], weight[part], 1)
+    exact.update(x, y, weight)
+    groups = sums.total()
+    assert [m.n for m in groups] == [1500, 500]
+    assert {m.precision for m in groups} == {"float64" if repeated else "mixed"}
+    slack = 1e-12 if repeated else 1e-5  # float32 products: 7 u of the columns' norms
+    for got, want in zip(merged(groups).gram(), exact.gram(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=slack * float(want.abs().max()))
+
+
+def test_few_rows_are_summed_in_float64():
+    x = torch.randn(310, 300)
+    sums = Sums(300, 300)
+    sums.update(x, x, None)
+    (moments,) = sums.total()
+    assert (moments.n, moments.precision) == (310, "float64")
+
+
+def test_weights_on_disk_give_the_same_maps(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path / "model")
+    plain, _ = loading.load(tmp_path / "model")
+    disk, _ = loading.load(tmp_path / "model", device_map="disk", offload_folder=tmp_path / "off")
+    assert is_offloaded(disk)
+    maps = []
+    for model in (plain, disk):
+        at = blocks(model)
+        fitter = Refitter(model, at, WINDOWS)
+        fitter.like = torch.empty(0)
+        maps.append(fitter.refit(dict.fromkeys(at, (None, 0))))
+    for one, other in zip(*(m.values() for m in maps), strict=True):
+        torch.testing.assert_close(one.weight, other.weight, rtol=0, atol=1e-5)

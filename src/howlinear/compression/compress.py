@@ -149,7 +149,7 @@ def compress_model(
         most = max(p.removed for p in points)
         points += _compared(losses, baselines(RunFolder(folder), run, sizes, losses, most))
     return Compression(
-        blocks=_records(best.maps, sizes, options),
+        blocks=_records(best, sizes, options),
         maps=best.maps,
         change=points[0].change if points else None,
         removed=sizes.removed(best.maps),
@@ -239,11 +239,10 @@ def _notes(search: Search, best: Trial) -> list[str]:
     return [f"without biases {-gain:+.4f} ± {se:.4f} nats a token, on the text to choose by"]
 
 
-def _records(
-    maps: Mapping[Block, Map], sizes: Sizes, options: list[Option]
-) -> list[BlockCompression]:
+def _records(best: Trial, sizes: Sizes, options: list[Option]) -> list[BlockCompression]:
     costs = {(o.index, o.rank, o.units): o.cost for o in options}
-    saved, records = sizes.saved_by(maps), []
+    maps, records = best.maps, []
+    saved = sizes.saved_by(maps)
     for b, parameters in sizes.parameters.items():
         fitted = maps.get(b)
         units = list(fitted.units) if isinstance(fitted, UnitMap) else []
@@ -258,6 +257,7 @@ def _records(
                 parameters=parameters,
                 parameters_left=parameters - saved.get(b, 0),
                 kl_alone=costs.get((b.index, rank, len(units))) if fitted else None,
+                correction=best.corrections.get(b),
             )
         )
     return records

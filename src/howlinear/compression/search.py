@@ -25,6 +25,7 @@ class Trial:
 
     shapes: dict[Block, Shape]
     maps: dict[Block, Map]
+    corrections: dict[Block, float | None]  # see `refitting`
     change: Comparison | None
 
     @property
@@ -45,7 +46,7 @@ class Search:
         change = None
         if not self.losses.reason:
             (change,) = self.losses.together([maps], self.losses.choose)
-        return Trial(shapes, maps, change)
+        return Trial(shapes, maps, {b: self.fitter.corrections[b] for b in maps}, change)
 
     def shapes_after(self, path: list[Step], steps: int) -> dict[Block, Shape]:
         chosen = after(path, steps)

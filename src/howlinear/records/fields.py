@@ -234,6 +234,7 @@ class BlockCompression(Record):
     parameters: int
     parameters_left: int
     kl_alone: float | None
+    correction: float | None
 
 
 #: fields of a block's profile that a monitor keeps
