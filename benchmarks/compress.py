@@ -1,7 +1,8 @@
 """Perplexity against parameters removed, ours beside the baselines, on the built-in model.
 
-    python benchmarks/compress.py RUN                       # three quarters of an hour on 2 cores
+    python benchmarks/compress.py RUN                       # ours alone
     python benchmarks/compress.py RUN --shares 3%,6%,9%     # fewer points
+    python benchmarks/compress.py RUN --baselines           # and simpler methods
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo); `howlinear swap RUN` first
 lets the baselines rank blocks by measured swap costs. Two questions, answered on text that ours
@@ -19,12 +20,31 @@ sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
 
 import argparse
 import math
+import resource
 import time
+from pathlib import Path
 
-from howlinear import builtin_text, load, windows
-from howlinear.compression.compress import CompressSettings, compress_model
+from howlinear.cli.sources import Loader, RunSource
+from howlinear.compression.compress import CompressSettings, Point, compress_model
 from howlinear.compression.plan import Budget
 from howlinear.records.files import write_json
+
+
+def against_baselines(points: list[Point], most: float) -> None:
+    """How many points of the baselines ours has a lower perplexity than, where it removes as much."""
+    ours = [p for p in points if p.method == "ours"]
+    won = fair = 0
+    for p in points:
+        rivals = [o for o in ours if o.removed >= p.removed]
+        if p.method != "ours" and rivals and p.removed <= most:
+            mine = min(rivals, key=lambda o: o.removed)
+            gain, se = mine.change.gain_over(p.change)
+            fair += 1
+            won += gain >= -se
+    print(
+        f"\nlower perplexity than {won} of {fair} points of the baselines up to 30 %, within one "
+        "paired standard error, removing as much or more"
+    )
 
 
 def main() -> None:
@@ -33,6 +53,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.10)
     parser.add_argument("--shares", default="3%,6%,9%,15%,21%,30%")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--baselines", action="store_true", help="replace whole blocks, too")
     parser.add_argument("--out", help="write the result's JSON here")
     options = parser.parse_args()
     began = time.perf_counter()
@@ -41,20 +62,27 @@ def main() -> None:
         print(f"{time.perf_counter() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
         return lambda done: None
 
-    model, tokenizer = load()
-    text = builtin_text()
+    source = RunSource(Path(options.run))  # the texts are those of `howlinear compress`
+    model = source.load(Loader())
+    protocol = source.protocol()
+    choose, report = (
+        source.held_out(part, protocol, options.tokens)[0] for part in ("choose", "report")
+    )
     result = compress_model(
         model,
         options.run,
         Budget(perplexity=options.budget),
-        fit=windows(text.fit, tokenizer, 512, tokens=30_000),
-        choose=windows(text.choose(), tokenizer, 128, tokens=options.tokens),
-        report=windows(text.report(), tokenizer, 128, tokens=options.tokens),
+        fit=source.fit_windows().ids,
+        choose=choose,
+        report=report,
         settings=CompressSettings(
-            curve=[float(s.rstrip("%")) / 100 for s in options.shares.split(",")], baselines=True
+            curve=[float(s.rstrip("%")) / 100 for s in options.shares.split(",")],
+            baselines=options.baselines,
+            protocol=protocol,
         ),
         progress=progress,
     )
+    seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if options.out:
         write_json(options.out, result.to_dict())
     points = sorted(result.curve, key=lambda p: (p.method != "ours", p.method, p.removed))
@@ -72,21 +100,9 @@ def main() -> None:
             most[p.method] = max(most.get(p.method, 0.0), p.removed / result.feed_forward)
     for name, share in most.items():
         print(f"  {name:5} {share:.1%}")
-    ours = [p for p in points if p.method == "ours"]
-    others = [p for p in points if p.method != "ours"]
-    won = fair = 0
-    for p in others:  # held against ours where it removes as much or more
-        rivals = [o for o in ours if o.removed >= p.removed]
-        if rivals and p.removed <= 0.3 * result.feed_forward:
-            mine = min(rivals, key=lambda o: o.removed)
-            gain, se = mine.change.gain_over(p.change)
-            fair += 1
-            won += gain >= -se
-    print(
-        f"\nlower perplexity than {won} of {fair} points of the baselines up to 30 %, within one "
-        "paired standard error, removing as much or more"
-    )
-    print(f"fitted to target {result.target!r}, {time.perf_counter() - began:.0f} s")
+    if options.baselines:
+        against_baselines(points, 0.3 * result.feed_forward)
+    print(f"{seconds:.0f} s, peak memory {peak / 1e6:.2f} GB")
 
 
 if __name__ == "__main__":
