@@ -14,9 +14,9 @@ from howlinear.losses.perplexity import Comparison
 from howlinear.models.families import Block
 
 TOGETHER = 0.5  # maps that are fitted together cost about so much of the sum of their prices
-HALF = 0.9  # what maps fitted on all windows cost, of what those fitted on half of them cost
+HALF = 0.8  # what maps fitted on all windows cost, of what those fitted on half of them cost
 ROUNDS = 4  # fits of all windows in search of the budget
-AIM, CLOSE = 0.93, 0.85  # of the budget: what the search aims at, and where it ends
+AIM, CLOSE = 0.95, 0.8  # of the budget: what the search aims at, and where it ends
 
 
 @dataclass(frozen=True, eq=False)
