@@ -28,6 +28,7 @@ from howlinear.cli.sources import Loader, RunSource
 from howlinear.compression.compress import CompressSettings, Point, compress_model
 from howlinear.compression.plan import Budget
 from howlinear.records.files import write_json
+from howlinear.run.work import Work
 
 
 def against_baselines(points: list[Point], most: float) -> None:
@@ -80,7 +81,7 @@ def main() -> None:
             baselines=options.baselines,
             protocol=protocol,
         ),
-        progress=progress,
+        work=Work(progress=progress),
     )
     seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if options.out:

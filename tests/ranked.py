@@ -16,6 +16,8 @@ import torch
 import tiny
 from howlinear import blocks, profile
 from howlinear.cli import app
+from howlinear.compression.compress import compress_model
+from howlinear.compression.plan import Budget
 from howlinear.controls.cross_feed import cross_feed
 from howlinear.controls.matched import matched
 from howlinear.controls.random_init import random_init
@@ -63,6 +65,10 @@ def everything(ranks, folder):
     batches = windows.split(7)
     maps = [(b, result_map(b)) for b in blocks(model)]
     errors = map_errors(model, maps, batches, Work(ranks))
+    small = compress_model(
+        model, folder / "moments", Budget(parameters=0.2), fit=windows, **held, work=Work(ranks, 7)
+    )
+    found["compress"] = small.to_dict() | {"maps": [str(m) for m in small.maps.values()]}
     found["errors"] = [[e.cosine, e.rmse, e.stream_error] for e in errors]
     work = Work(ranks, batch_size=7)
     found["random"] = random_init(model, windows, seeds=1, work=work).to_dict()

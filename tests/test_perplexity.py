@@ -28,6 +28,7 @@ from howlinear.losses.protocols import PROTOCOLS, EvalProtocol, scored_batches
 from howlinear.losses.readout import KeptReadout, Readout, head_logits
 from howlinear.models.families import blocks
 from howlinear.models.hooks import as_module, swapped
+from howlinear.run.work import Work
 
 # Families that do something to their logits, and much of it.
 SCALED = {
@@ -508,11 +509,11 @@ def test_a_kept_readout_runs_each_batch_once_and_changes_nothing():
     windows = torch.randint(3, 49, (6, 16), generator=torch.Generator().manual_seed(0))
     zero = {blocks(model)[0]: lambda x: torch.zeros_like(x)}
     changes = [lambda: swapped(model, zero)]
-    want = compare_all(model, changes, windows, batch_size=2)[0]
+    want = compare_all(model, changes, windows, work=Work(batch_size=2))[0]
     kept, ran = KeptReadout(model), []
     model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
     for runs in (6, 3):  # the original's three batches and the changed model's, then the latter
         ran.clear()
-        again = compare_all(kept, changes, windows, batch_size=2)[0]
+        again = compare_all(kept, changes, windows, work=Work(batch_size=2))[0]
         assert torch.equal(again.sums, want.sums)
         assert len(ran) - 2 == runs  # a new readout of the changed model tries itself twice

@@ -76,6 +76,7 @@ def compress(
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
     from howlinear.export.write import check_exportable, check_free, write_export
+    from howlinear.run.work import Ranks
 
     source = RunSource(run, model, text_file)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan)
@@ -87,12 +88,14 @@ def compress(
         check_writable(out / "config.json", "name another folder with -o")
     elif not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
+    ranks = Ranks.start()
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
     exported = None if dry_run else out
     if exported is not None:
         check_exportable(net, export, add_biases)
         _check_disk(net, exported)
-    result, report = _compressed(source, tokens, amount, settings | {"baselines": baselines})
+    amount["settings"] = settings | {"baselines": baselines}
+    result, report = _compressed(source, tokens, amount, ranks)
 
     def write() -> None:
         source.folder.add(result.plan_dict())
@@ -104,6 +107,7 @@ def compress(
             source.folder.add(result.to_dict())
 
     show(result, show_compression, exported or run / "compress.json", as_json, write)
+    ranks.stop()
 
 
 def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
@@ -143,18 +147,20 @@ def _amount(
 
 
 def _compressed(
-    source: RunSource, tokens: int, amount: dict[str, Any], settings: dict[str, Any]
+    source: RunSource, tokens: int, amount: dict[str, Any], ranks: Any
 ) -> tuple[Any, Any]:
     """The compression, and the windows that it is reported on."""
     from howlinear.compression.compress import CompressSettings, compress_model
+    from howlinear.run.work import Work
 
     cut, texts = source.protocol(), {"fit": source.fit_windows().ids}
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
     _check_memory(source.net, source.blocks(), texts["fit"])
-    amount["settings"] = CompressSettings(protocol=cut, **settings)
+    amount["settings"] = CompressSettings(protocol=cut, **amount["settings"])
     with progress_bars() as begin:
-        result = compress_model(source.net, source.folder.folder, **texts, **amount, progress=begin)
+        work, folder = Work(ranks, progress=begin), source.folder.folder
+        result = compress_model(source.net, folder, **texts, **amount, work=work)
     result.about.update(source.about(*PARTS))
     return result, texts["report"]
 

@@ -33,7 +33,7 @@ from howlinear.records.fields import BlockCompression, BlockPlan
 from howlinear.records.words import plural, signed
 from howlinear.report.results import Result
 from howlinear.run.folder import RunFolder
-from howlinear.run.work import Progress, Work
+from howlinear.run.work import Work
 from howlinear.swapping.maps import RunMaps, match
 
 
@@ -127,7 +127,7 @@ def compress_model(
     plan: Sequence[BlockPlan] | None = None,
     at: str | None = None,
     settings: CompressSettings | None = None,
-    progress: Progress | None = None,
+    work: Work | None = None,
 ) -> Compression:
     """Choose a replacement for each block of a run, fit them, and measure them; the model is unchanged.
 
@@ -135,7 +135,7 @@ def compress_model(
     may rise by 5 %. Maps are fitted on the windows `fit`, chosen by `choose` and measured on `report`.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
-    run, work = Profile.load(folder), Work(progress=progress)
+    run, work = Profile.load(folder), work or Work()
     every = [b for b, _ in match(model, run, None)]
     fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
     sizes = Sizes(model, every, settings.even)

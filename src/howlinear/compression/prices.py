@@ -161,9 +161,12 @@ class Losses:
         """The model with all blocks of each mapping replaced."""
         changes = [partial(swapped, self.model, replacements) for replacements in maps]
         tokens = windows.numel() if isinstance(windows, Tensor) else 0
+        tokens //= self.work.ranks.count
         advance = self.work.begin("measuring", tokens)
         assert self.original is not None
-        return compare_all(self.original, changes, windows, self.protocol, progress=advance)
+        return compare_all(
+            self.original, changes, windows, self.protocol, work=self.work, progress=advance
+        )
 
 
 def price_options(
@@ -194,7 +197,7 @@ def price_options(
             saved = 0 if sizes.even and sizes.others else sizes.saved(b, (r, k))
             if saved > 0 and _allowed(b, (r, k), sizes, rank, units):
                 options.append(Option(b.index, r, k, saved, cost))
-    return options
+    return losses.work.ranks.share(options)  # all ranks must follow one plan
 
 
 def _priced_shapes(block: Block, sizes: Sizes, rank: int | str, units: int | str) -> list[Shape]:

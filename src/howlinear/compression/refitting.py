@@ -127,7 +127,8 @@ class Refitter:
             explained = float(solve(moments)[1].square().sum() / moments.S_yy.sum())
             self.rests[block] = {(None, 0): 1 - explained}
             return moments
-        self.ladders[block] = ladders = eliminations(moments, block.d_in)
+        ladders = self.work.ranks.share(eliminations(moments, block.d_in))
+        self.ladders[block] = ladders
         self.rests[block] = {
             (rank, k): rest
             for rank, ladder in zip((0, None), ladders, strict=True)

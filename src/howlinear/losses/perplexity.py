@@ -37,7 +37,7 @@ from howlinear.losses.readout import Context, Readout, chunks
 from howlinear.models.forward import WindowsLike
 from howlinear.records.files import clean
 from howlinear.records.statistics import ratio_se
-from howlinear.run.work import Advance
+from howlinear.run.work import Advance, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +273,7 @@ def text_loss(
     number of tokens of each batch done.
     """
     protocol, sums = protocol_of(ids, protocol), torch.zeros(0, 2, dtype=torch.float64)
-    every = _scored([Readout(model)], ids, protocol, batch_size, progress)
+    every = _scored([Readout(model)], ids, protocol, Work(batch_size=batch_size), progress)
     for (logits,), targets, cluster in every:
         nll = _nll(logits.log_softmax(-1), targets, cluster)
         sums = _added(sums, cluster, torch.stack([torch.ones_like(nll), nll], 1))
@@ -292,7 +292,8 @@ def compare(
     """What a change costs: `changed` is another model with the same vocabulary, or a function that
     makes a context in which `model` is changed, such as `lambda: swapped(model, {block: layer})`.
     """
-    return compare_all(model, [changed], ids, protocol, batch_size=batch_size, progress=progress)[0]
+    work = Work(batch_size=batch_size)
+    return compare_all(model, [changed], ids, protocol, work=work, progress=progress)[0]
 
 
 def compare_all(
@@ -301,19 +302,25 @@ def compare_all(
     ids: WindowsLike,
     protocol: EvalProtocol | str | None = None,
     *,
-    batch_size: int = 8,
+    work: Work | None = None,
     progress: Advance | None = None,
 ) -> list[Comparison]:
-    """Several changes beside the one original: see `compare`. A `KeptReadout` runs it once."""
+    """Several changes beside the one original: see `compare`. A `KeptReadout` runs it once.
+
+    Of several ranks each runs some of the batches; all get the result.
+    """
+    work = work or Work()
     protocol = protocol_of(ids, protocol)
     first = model if isinstance(model, Readout) else Readout(model)
     others = [Readout(c) if isinstance(c, nn.Module) else Readout(first.model, c) for c in changes]
     scores = [TokenScores() for _ in others]
-    every = _scored([first, *others], ids, protocol, batch_size, progress)
+    every = _scored([first, *others], ids, protocol, work, progress)
     for (logits, *logits_changed), targets, cluster in every:
         original = reference(logits, targets, cluster)
         for score, changed in zip(scores, logits_changed, strict=True):
             score.update(original, changed)
+    for score in scores:
+        score.sums = work.ranks.sum(score.sums)
     return [score.comparison(protocol) for score in scores]
 
 
@@ -321,18 +328,20 @@ def _scored(
     readouts: list[Readout],
     ids: WindowsLike,
     protocol: EvalProtocol,
-    batch_size: int,
+    work: Work,
     progress: Advance | None,
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
     """Chunk by chunk: each readout's logits (n, vocabulary), the targets (n,), their clusters (n,)."""
     predicted = 0
-    for batch in scored_batches(ids, protocol, batch_size):
+    for number, batch in enumerate(scored_batches(ids, protocol, work.batch_size)):
+        predicted += len(batch.targets)
+        if not work.ranks.mine(number):
+            continue
         states = [batch.rows(readout.states(batch.inputs)) for readout in readouts]
         targets, cluster = batch.targets, batch.cluster
         for part in chunks(len(targets), readouts[0].vocabulary):
             logits = [r.logits(rows[part]) for r, rows in zip(readouts, states, strict=True)]
             yield logits, targets[part], cluster[part]
-        predicted += len(targets)
         if progress is not None:
             progress(batch.tokens)
     if not predicted:
