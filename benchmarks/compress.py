@@ -3,6 +3,7 @@
     python benchmarks/compress.py RUN                       # ours alone
     python benchmarks/compress.py RUN --shares 3%,6%,9%     # fewer points
     python benchmarks/compress.py RUN --baselines           # and simpler methods
+    python benchmarks/compress.py RUN --corrections         # the run's plan.json, corrected more or less
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo); `howlinear swap RUN` first
 lets the baselines rank blocks by measured swap costs. Two questions, answered on text that ours
@@ -26,8 +27,11 @@ from pathlib import Path
 
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.compression.compress import CompressSettings, Point, compress_model
-from howlinear.compression.plan import Budget
-from howlinear.records.files import write_json
+from howlinear.compression.plan import Budget, from_dict
+from howlinear.compression.refitting import Refitter
+from howlinear.losses.perplexity import compare
+from howlinear.models.hooks import swapped
+from howlinear.records.files import read_json, write_json
 from howlinear.run.work import Work
 
 
@@ -48,6 +52,27 @@ def against_baselines(points: list[Point], most: float) -> None:
     )
 
 
+def corrections(run: str, tokens: int) -> None:
+    """The run's plan.json, fitted with all, none and the learned share of the stream's drift corrected."""
+    source = RunSource(Path(run))
+    model, protocol = source.load(Loader()), source.protocol()
+    plan = from_dict(read_json(Path(run, "plan.json"), "plan"))
+    shapes = {b: (p.rank, p.units) for p in plan for b in source.blocks() if b.index == p.index}
+    fitter = Refitter(model, list(shapes), source.fit_windows().ids)
+    report, _ = source.held_out("report", protocol, tokens)
+    changes = {}
+    for name, share in (("learned", None), ("none", 0.0), ("all", 1.0)):
+        fitter.correction = share
+        maps = fitter.refit(shapes)
+        changes[name] = compare(model, lambda maps=maps: swapped(model, maps), report, protocol)
+        gain, se = changes["learned"].gain_over(changes[name])
+        print(
+            f"{name:7} of the drift corrected: {changes[name].delta_nll:+.4f} ± "
+            f"{changes[name].delta_nll_se:.4f} nats; learned is better by {gain:.4f} ± {se:.4f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
@@ -56,7 +81,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--baselines", action="store_true", help="replace whole blocks, too")
     parser.add_argument("--out", help="write the result's JSON here")
+    parser.add_argument(
+        "--corrections", action="store_true", help="instead: the plan with other corrections"
+    )
     options = parser.parse_args()
+    if options.corrections:
+        corrections(options.run, options.tokens)
+        return
     began = time.perf_counter()
 
     def progress(what, tokens):

@@ -65,8 +65,11 @@ class Refitter:
         windows: Tensor,
         *,
         intercept: bool = True,
+        correction: float | None = None,
         work: Work | None = None,
     ) -> None:
+        """`correction`: the share a of all maps; None: learned, block by block."""
+        self.correction = correction
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.work = work or Work()
         self.like = next(model.parameters()).detach()
@@ -214,7 +217,9 @@ class _Fit:
         groups = [ranks.added(moments) for moments in sums.total()]
         rows: Moments | Blend = groups[0]
         if self.corrects:
-            self.share = learned_share(*groups, intercept=intercept)
+            self.share = self.fitter.correction
+            if self.share is None:
+                self.share = learned_share(*groups, intercept=intercept)
             rows = Blend(merged(groups), self.share)
         self.map = self._solved(rows, intercept).to(self.fitter.like)
         return self.map
