@@ -7,7 +7,7 @@ All ratios are to a forward of the same windows through the base model: no langu
 `inference_mode`, the same batch size, the same process. Machines are noisy, so bare and measured
 work alternate and medians are printed with their range.
 
-slope   cost of each further token between 8k and 16k tokens
+slope   cost of each further token between 8k and 16k tokens, also in windows of 128
 whole   profile() of 30,000 tokens with 5 folds, solving included, nothing written
 rivals  one fit a block on stored rows: float64 lstsq (scipy, gelsd) and scikit-learn
 memory  peak resident memory of `howlinear profile` with 10 times the tokens
@@ -35,7 +35,7 @@ from howlinear.models.forward import Forward, as_windows
 from howlinear.models.units import sink_units
 from howlinear.profiling.passes import Course, Pass
 
-LENGTH, BATCH = 512, 8
+LENGTH, SHORT, BATCH = 512, 128, 8
 
 
 def seconds(work) -> float:
@@ -62,9 +62,9 @@ def show(name: str, ratios: list[float], aim: str) -> None:
 
 
 def slope(model, ids, repeats: int) -> None:
-    """Bare and profiled passes over the same batches, taking turns."""
-    ratios = []
-    further = ids[8192 // LENGTH : 16384 // LENGTH]
+    """Bare and profiled passes over the same 4096 tokens, taking turns."""
+    ratios, length = [], ids.shape[1]
+    further = ids[8192 // length : 16384 // length]
     at, text, forward = blocks(model), as_windows(ids), Forward(model)
     reading = Pass(model, text, at, text.folds(5), Course(batch_size=BATCH))
     start = reading.beginning(next(text.batches(BATCH)))
@@ -81,12 +81,12 @@ def slope(model, ids, repeats: int) -> None:
             run = lambda batch: forward(batch.inputs)  # noqa: E731
             reading.read(batches, stores, run, advance)
 
-        read(ids[: 4096 // LENGTH])  # sums in place, precision decided
-        for batch in further.split(BATCH):
-            before = bare(model, batch)
-            taken = seconds(lambda batch=batch, read=read: read(batch))
-            ratios.append(2 * taken / (before + bare(model, batch)))
-    show("each further token, 8k to 16k", ratios, "wanted: at most 1.18")
+        read(ids[: 4096 // length])  # sums in place, precision decided
+        for part in further.split(4096 // length):
+            before = bare(model, part)
+            taken = seconds(lambda part=part, read=read: read(part))
+            ratios.append(2 * taken / (before + bare(model, part)))
+    show(f"each further token, windows of {length}", ratios, "wanted: at most 1.18")
 
 
 def whole(model, ids, repeats: int) -> None:
@@ -171,6 +171,7 @@ def main() -> None:
         bare(model, ids[:BATCH])  # warm up
     if "slope" in parts:
         slope(model, ids, args.repeats)
+        slope(model, ids.view(-1, SHORT), args.repeats)
     if "whole" in parts:
         whole(model, ids, max(1, args.repeats // 3))
     if "rivals" in parts:

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from howlinear.linear.tiles import KeptRows, column_sums, mean_row
+from howlinear.linear.tiles import KeptRows, check_all_finite, mean_row
 
 TILE = 2048  # rows of one product
 
@@ -88,7 +88,7 @@ class Accumulator:
         if few or precision == "float64":  # else products are made on the device of the rows
             x, y = x.to(self.device), y.to(self.device)
         if few or rows > TILE:  # one tile is checked on entry; of several, none may enter
-            column_sums(x, y)
+            check_all_finite(x, y)
         if few:
             self._kept.add(x, y, weight)
         else:
@@ -328,7 +328,7 @@ class Accumulator:
     def residual_squares(self, weight: Tensor, bias: Tensor) -> Tensor:
         """(d_out,) sums of squared residuals of y - Wx - b. O(d_in^2 d_out)."""
         S_xx, S_xy = self.gram()
-        centred = self.S_yy + ((weight @ S_xx) * weight).sum(1) - 2 * (weight * S_xy.t()).sum(1)
+        centred = self.S_yy + ((weight @ S_xx).sub_(S_xy.t(), alpha=2) * weight).sum(1)
         offset = self.mean_y - weight @ self.mean_x - bias
         return centred.clamp_min_(0) + self.weight * offset.square()
 

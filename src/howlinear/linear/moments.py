@@ -98,19 +98,20 @@ class Moments(Accumulator):
     def _add_float32(self, z: Tensor, w: Tensor | None) -> bool:
         """One float32 tile; False, and nothing is added, where squares leave float32's range."""
         left = z if w is None else z * w[:, None]
-        total, squares = left.sum(0), (left * z).sum(0)
-        small = squares < LEAST
-        if not bool(squares.isfinite().all()) or bool(z[:, small].any()):
-            return False
-        self._total += total.to(self.device)
-        self._yy += squares[self.d_in :].to(self.device)
         views = self._views()
         size = -(-len(views) // max(1, len(views) // WIDE))  # the rest joins: no narrow last one
-        for first in range(0, len(views), size):
-            wide = views[first : first + size]
-            i, j = wide[0][0], wide[-1][0] + len(wide[-1][1])
-            product = (left[:, i:j].t() @ z[:, i:]).to(self.device)
-            for k, panel in wide:
+        wide = [views[first : first + size] for first in range(0, len(views), size)]
+        spans = [(part[0][0], part[-1][0] + len(part[-1][1])) for part in wide]
+        products = [left[:, i:j].t() @ z[:, i:] for i, j in spans]
+        yy = (left[:, self.d_in :] * z[:, self.d_in :]).sum(0)
+        squares = torch.cat([*(product.diagonal() for product in products), yy])
+        if not bool(squares.isfinite().all()) or bool(z[:, squares < LEAST].any()):
+            return False
+        self._total += left.sum(0).to(self.device)
+        self._yy += yy.to(self.device)
+        for part, (i, _), product in zip(wide, spans, products, strict=True):
+            product = product.to(self.device)
+            for k, panel in part:
                 panel.add_(product[k - i : k - i + len(panel), k - i :])
         return True
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howlinear.linear.accumulators import merged
 from howlinear.linear.moments import Moments
-from howlinear.linear.solving import column_scale, smallest_eigenvalue, solve
+from howlinear.linear.solving import column_scale, smallest_eigenvalue, solve_factored
 
 NARROW = 256  # columns: blocks below it are summed in float64, which takes no time there
 RESOLVED = 1e-4  # eigenvalues of scaled inputs: float32 products move them by about 1e-5
@@ -39,10 +39,11 @@ def float32_shift(before: Sequence[Moments], x: Tensor, y: Tensor) -> float:
         exact.d_in, exact.d_out, shift=exact.shift, device=x.device, precision="mixed"
     )
     rounded.update(x, y)
-    sums = merged([exact, *before])
-    if not is_resolved(sums):
+    S_xx, S_xy = merged([exact, *before]).gram()
+    scale, L = _resolved_factor(S_xx)
+    if L is None:
         return math.inf
-    W = solve(sums)[0].weight
+    W = solve_factored(L, S_xy.t() / scale)[0] / scale
     (xx, xy), (xx32, xy32) = exact.gram(), rounded.gram()
     xx32 -= xx
     xy32 -= xy
@@ -53,7 +54,11 @@ def float32_shift(before: Sequence[Moments], x: Tensor, y: Tensor) -> float:
 
 def is_resolved(sums: Moments) -> bool:
     """Do all directions of the scaled inputs stand far above what float32 products blur? O(d_in^3 / 3)"""
-    S_xx, _ = sums.gram()
+    return _resolved_factor(sums.gram()[0])[1] is not None
+
+
+def _resolved_factor(S_xx: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The columns' scale, and L of the scaled S_xx = L L'; None if directions are not resolved."""
     scale = column_scale(S_xx.diagonal(), 0.0)
     L, info = torch.linalg.cholesky_ex(S_xx / scale / scale[:, None])
-    return not int(info) and smallest_eigenvalue(L) > RESOLVED
+    return scale, None if int(info) or smallest_eigenvalue(L) <= RESOLVED else L

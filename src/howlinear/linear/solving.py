@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from howlinear.linear.accumulators import Accumulator
+from howlinear.linear.accumulators import Accumulator, merged
 from howlinear.linear.affine import Affine
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[T
     tol = max(d * eps, math.sqrt(d * EPS))
     scale = column_scale(S_xx.diagonal(), noise)
     C = S_xx / scale / scale[:, None]  # unit diagonal
-    B = S_xy.t().contiguous() / scale  # (d_out, d_in): solving from the right is a quarter faster
+    B = S_xy.t() / scale
     L = _factor(C, tol)
     if L is None:
         values, V = torch.linalg.eigh(C)
@@ -112,8 +112,14 @@ def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[T
         V, root = V[:, keep], values[keep].sqrt()
         Z = B @ V / root
         return (Z / root) @ V.t() / scale, int(keep.sum()), Z
-    Z = torch.linalg.solve_triangular(L.t(), B, upper=True, left=False)
-    return torch.linalg.solve_triangular(L, Z, upper=False, left=False) / scale, d, Z
+    W, Z = solve_factored(L, B)
+    return W / scale, d, Z
+
+
+def solve_factored(L: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """(W, Z) with W L L' = B and Z Z' = W B'. Solving from the right is a quarter faster."""
+    Z = torch.linalg.solve_triangular(L.t(), B.contiguous(), upper=True, left=False)
+    return torch.linalg.solve_triangular(L, Z, upper=False, left=False), Z
 
 
 def _factor(C: Tensor, tol: float) -> Tensor | None:
@@ -128,7 +134,7 @@ def _factor(C: Tensor, tol: float) -> Tensor | None:
 
 
 def solve_both(moments: Accumulator, more: Accumulator) -> tuple[Affine, Affine]:
-    """The maps of `moments`, and of `moments` and `more`, which may be changed.
+    """The maps of `moments`, and of `moments` and `more`.
 
     A few more rows, kept as they are, update the first map: with V and Y these rows as they enter the
     centred sums, W + (Y - V W')' (I + V S_xx^-1 V')^-1 V S_xx^-1. Otherwise both are solved for.
@@ -140,10 +146,9 @@ def solve_both(moments: Accumulator, more: Accumulator) -> tuple[Affine, Affine]
     L = _factor(S_xx / scale / scale[:, None], tol) if rows is not None else None
     if rows is None or L is None:
         first = solve(moments)[0]
-        return first, solve(moments.merge(more))[0]
+        return first, solve(merged([moments, more]))[0]
     solved = torch.linalg.solve_triangular
-    B = S_xy.t().contiguous() / scale
-    W = solved(L, solved(L.t(), B, upper=True, left=False), upper=False, left=False) / scale
+    W = solve_factored(L, S_xy.t() / scale)[0] / scale
     n, m = moments.weight, len(rows[0])
     V, Y = rows[0].double() - moments.mean_x, rows[1].double() - moments.mean_y
     mean_x, mean_y = (

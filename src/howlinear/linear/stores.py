@@ -28,6 +28,7 @@ from howlinear.linear.gradients import GradientSample
 from howlinear.linear.moments import TSQR, Moments
 from howlinear.linear.precision import HARMLESS, NARROW, float32_shift
 from howlinear.linear.rows import Rows, RowSample
+from howlinear.linear.tiles import workspace
 
 MOST = 4  # sink units that a map may keep
 SOLVERS: dict[str, type[Accumulator]] = {"moments": Moments, "tsqr": TSQR}
@@ -160,7 +161,8 @@ class BlockStore:
             self._decide(rows)
         x, y = rows.x, rows.y
         if self.known.units and rows.hidden is not None:
-            x = torch.cat([x, rows.hidden.to(x)], 1)
+            scratch = workspace("x", (len(x), self.body[0].d_in), x.device, x.dtype)
+            x = torch.cat([x, rows.hidden.to(x)], 1, out=scratch)
         length = rows.shape[1] if rows.shape else 1 + int(rows.position.max())
         groups = torch.empty(len(offsets), length, dtype=torch.long)
         for g, w, p in split.pieces(offsets, length):

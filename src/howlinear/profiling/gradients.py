@@ -32,7 +32,7 @@ from howlinear.losses.readout import Readout
 from howlinear.models.families import Block, call_options
 from howlinear.models.forward import IDS, Batch, Windows, check_ids
 from howlinear.models.hooks import evaluating, tap
-from howlinear.models.offload import is_offloaded
+from howlinear.models.offload import device_of, is_offloaded
 from howlinear.profiling.passes import Course
 
 LOGITS = 2**24  # at a time
@@ -75,9 +75,9 @@ def sample_gradients(
         return
     at: list[Any] = [store.block for store in stores]
     units = {s.block.index: torch.tensor(s.known.units) for s in stores if s.known.units}
-    readout = Readout(model)
-    for windows in _batches(chosen, readout.vocabulary):
-        ids = torch.stack([window.ids for window in windows]).to(readout.device)
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    for windows in _batches(chosen, getattr(head, "out_features", LOGITS)):
+        ids = torch.stack([window.ids for window in windows]).to(device_of(model))
         check_ids(model, {IDS: ids})
         rows, gradients = _run(model, at, units, ids, [window.key for window in windows])
         if not gradients:
@@ -165,11 +165,11 @@ def _run(
     ):
         logits = model(input_ids=ids, **call_options(model)).logits
     p = logits.detach().float().softmax(-1)
-    if not bool(p.isfinite().all()):
+    if not bool(p.sum().isfinite()):
         return rows, {}
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    v = torch.stack([_drawn(q, g) for q, g in zip(p, generators, strict=True)]).to(logits)
-    gradients = torch.autograd.grad(logits, list(leaves.values()), v)
+    for window, seed in zip(p, seeds, strict=True):  # one at a time, in place: new memory is slow
+        window.copy_(_drawn(window, torch.Generator().manual_seed(seed)))
+    gradients = torch.autograd.grad(logits, list(leaves.values()), p.to(logits))
     if not all(bool(g.isfinite().all()) for g in gradients):
         return rows, {}
     return rows, {i: g.reshape(*ids.shape, -1) for i, g in zip(leaves, gradients, strict=True)}
@@ -180,9 +180,9 @@ def _drawn(p: Tensor, generator: torch.Generator) -> Tensor:
 
     The token after the last one is not part of the window.
     """
-    signs = torch.empty(p.shape, dtype=torch.int8).random_(2, generator=generator).to(p.device)
-    u = p.sqrt() * (2 * signs - 1)
-    v = u - p * u.sum(-1, keepdim=True)
+    signs = torch.empty(p.shape, dtype=torch.int8).random_(2, generator=generator)
+    u = p.sqrt().mul_(signs.mul_(2).sub_(1).to(p.device))
+    v = u.addcmul_(p, u.sum(-1, keepdim=True), value=-1)
     v[-1] = 0
     return v
 

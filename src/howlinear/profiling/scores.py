@@ -206,11 +206,10 @@ def _cross_validate(store: BlockStore, held: list[int], around_fit: bool) -> Cro
             without, maps[f] = solve_both(train, firsts)
             body.append(score(without, store.body[f]))
         else:
-            maps[f] = solve(train.merge(firsts))[0]
+            maps[f] = solve(merged([train, firsts]))[0]
         scores.append(score(maps[f], test))
         first_squares += _squares_around(store.first[f], test.mean_y)
-    fitted = merged([store.body[g] for g in rest] + [store.first[g] for g in rest])
-    rank = effective_rank(maps[f], fitted, test, around_fit=around_fit)
+    rank = effective_rank(maps[f], train.merge(firsts), test, around_fit=around_fit)
     gains = _curve(store, rest, test, scores[-1])
     return Crossed(scores, body, maps, first_squares, rank, gains)
 
