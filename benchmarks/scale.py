@@ -1,14 +1,15 @@
 """How cost grows: several processes, depth with and without --layerwise, width, tokens, vocabulary.
 
     python benchmarks/scale.py              # everything, about ten minutes on two cores
-    python benchmarks/scale.py ranks        # or one part: ranks, memory, growth
+    python benchmarks/scale.py ranks        # or one part: ranks, memory, growth, paper
 
 ranks: two processes over gloo with one thread each against one process with two threads, the same
 windows of the built-in text through the built-in model, by turns in one run; loading is not counted.
 memory: peak memory of a process that profiles random Llamas of 1, 4 and 16 layers from disk, its own
 and with pages of files, beside what is stated before the start.
 growth: seconds of profile, swap and compress against width, depth, tokens and vocabulary, with fitted
-powers. Machines are shared and noisy: ratios of one run are what to read.
+powers. paper: what 7 and 70 billion parameters would need, by the formulas; nothing is run.
+Machines are shared and noisy: ratios of one run are what to read.
 """
 
 from __future__ import annotations
@@ -260,8 +261,50 @@ def timed(width: int, layers: int, tokens: int, vocabulary: int) -> dict[str, fl
         return seconds
 
 
+LLAMAS = {  # width, hidden units, layers, key-value width, vocabulary
+    "built-in": (576, 1536, 30, 192, 49152),
+    "7B": (4096, 11008, 32, 4096, 32000),
+    "70B": (8192, 28672, 80, 1024, 32000),
+}
+SPEED = 36e9  # multiply-adds a second: float32 products on two cores
+
+
+def paper() -> None:
+    """What the three commands need by their formulas, at SPEED, on one machine and divided by eight."""
+    for name, (d, m, layers, kv, vocabulary) in LLAMAS.items():
+        block = 3 * d * m
+        model = layers * (block + 2 * d * d + 2 * d * kv)  # multiply-adds a token
+        tokens = max(30_000, 40 * d)
+        columns = d + m
+        survey = min(tokens, 8 * columns)
+        sums = layers * d * (d / 2 + d)  # of [x, y], a row
+        wide = layers * columns * (columns / 2 + d)  # of [x, units, y]
+        solving = layers * (8 * d**3 / 3 + 8 * d**3 + 6 * d**3)
+        measured = 4096 * (model + vocabulary * d)
+        work = {
+            "profile": tokens * (model + sums) + solving + 2040 * (model + vocabulary * d),
+            "swap": layers * 4096 * (model / 2 + 0.6 * vocabulary * d),
+            "compress": survey * (model + wide)
+            + layers * 3 * columns**3  # factors and elimination, with and without a matrix
+            + 1.5 * tokens * (2 * model + wide / 2)  # half and all windows, original and changed
+            + 6 * measured,
+        }
+        weights = 2 * (model + 2 * vocabulary * d)  # bytes in bfloat16
+        room = {
+            "profile": 5 * 12 * d * d,  # of one layer's moments: --layerwise
+            "swap": weights,
+            "compress": weights + 6 * columns * (columns + d) * 8,
+        }
+        for command, count in work.items():
+            hours = count / SPEED / 3600
+            print(
+                f"{name:8} {command:8} {count:.1e} multiply-adds, {hours:8.2f} h on one machine, "
+                f"{hours / 8:8.2f} h on eight; memory {size(int(room[command]))}"
+            )
+
+
 if __name__ == "__main__":
-    parts = {"ranks": ranks, "memory": memory, "growth": growth}
+    parts = {"ranks": ranks, "memory": memory, "growth": growth, "paper": paper}
     asked = sys.argv[1:]
     if asked[:1] == ["ranked"]:
         ranked(Path(asked[1]))
