@@ -234,7 +234,7 @@ class BlockCompression(Record):
     parameters: int
     parameters_left: int
     kl_alone: float | None
-    correction: float | None
+    correction: float | None = None  # missing in files of earlier versions
 
 
 #: fields of a block's profile that a monitor keeps
