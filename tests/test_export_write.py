@@ -44,7 +44,6 @@ def compression(model, maps, change=True):
         removed=sum(sizes[b] - m.parameters for b, m in maps.items()),
         feed_forward=sum(sizes.values()),
         parameters=sum(p.numel() for p in model.parameters()),
-        target="own",
         curve=[],
         settings={},
         notes=["something *worth* knowing"],
