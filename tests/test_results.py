@@ -66,7 +66,7 @@ RESULTS = {
     "probe": lambda: Probes(blocks("probe healing"), {}, None, {}, [], dict(ABOUT)),
     "compare": lambda: RunComparison(["a", "b"], [profiled(), profiled()], pair(), [], []),
     "compress": lambda: Compression(
-        blocks("compress"), {}, comparison(31.0), 9, 99, 999, "", [], {}, [], dict(ABOUT)
+        blocks("compress"), {}, comparison(31.0), 9, 99, 999, [], {}, [], dict(ABOUT)
     ),
     "control": lambda: Control("matched", [{"r2": math.nan}], {}, {}, [], dict(ABOUT)),
     "checkpoints": lambda: Training({"model": "gpt2"}, [{"name": "step1", "blocks": []}] * 2),
