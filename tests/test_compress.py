@@ -223,3 +223,17 @@ def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
     assert sum(b.parameters - b.parameters_left for b in result.blocks) == result.removed
     one = compress_model(model, tmp_path, **TEXTS, at="0", settings=settings)
     assert one.removed == 0  # block 1 stays and keeps its width
+
+
+def test_a_rank_of_the_whole_width_is_priced_and_a_larger_one_saves_nothing(run):
+    _, result = squeezed(run, Budget(parameters=0.3), rank=16)
+    assert result.removed >= 0.3 * result.feed_forward
+    with pytest.raises(ValueError, match="no way to replace a block saves parameters"):
+        squeezed(run, Budget(parameters=0.3), rank=100)
+
+
+def test_blocks_of_few_hidden_units_are_planned(tmp_path):
+    model = tiny.model("llama", intermediate_size=10)
+    profile(model, FIT, batch_size=50).save(tmp_path)
+    result = compress_model(model, tmp_path, Budget(parameters=0.2), **TEXTS)
+    assert result.removed >= 0.2 * result.feed_forward

@@ -1,8 +1,11 @@
 """Budgets and what they buy: the path is the greedy knapsack, checked against trying everything."""
 
+import math
+import types
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +20,7 @@ from howlinear.compression.plan import (
     saving,
     within,
 )
+from howlinear.compression.search import Search
 
 
 def option(index, saved, cost):
@@ -117,3 +121,36 @@ def test_plans_that_make_no_sense_are_refused_in_one_line(blocks, told):
     with pytest.raises(ValueError, match=told) as error:
         plan.from_dict({"blocks": blocks})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prices", "real", "wanted"),
+    [
+        ([0.001, 0.02, 0.5], [0.0, 0.01, 0.06, 0.4], 1),
+        ([0.0, 0.0, 0.0, 0.1], [0.0, 0.01, 0.06, 0.4, 0.5], 1),  # constant blocks cost nothing
+        ([0.01] * 20, [0.005 * k for k in range(21)], 8),  # 80 % of the budget
+        ([0.01] * 20, [-0.001 * k for k in range(21)], 20),  # noise
+        ([0.01] * 3, [0.0, 0.2, 0.3, 0.4], None),
+        ([0.01] * 3, [math.nan] * 4, None),
+    ],
+)
+def test_a_search_ends_with_the_last_plan_that_the_budget_allows(prices, real, wanted):
+    """Costs that do not add up; a plan that fits is found if one step fits."""
+    path = descent(option(i, 10, cost) for i, cost in enumerate(prices))
+    windows = torch.zeros(10, 8)
+    fitter = types.SimpleNamespace(at=[], windows=windows, some_windows=lambda n: windows[::2])
+    search, tried = Search(fitter, None, None), []
+
+    def trial(shapes, windows=None):
+        tried.append(len(shapes))
+        return types.SimpleNamespace(nats=real[len(shapes)], steps=len(shapes))
+
+    search.trial, search.shapes_after = trial, lambda path, steps: range(steps)
+    if wanted is None:
+        with pytest.raises(ValueError, match="no block can be replaced"):
+            search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
+    else:
+        found = search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
+        assert found.steps >= wanted
+        assert found.nats <= 0.05
+    assert len(tried) <= 5

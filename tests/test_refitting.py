@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from howlinear import Moments, blocks, fit, swapped
@@ -183,3 +184,17 @@ def test_weights_on_disk_give_the_same_maps(tmp_path):
         maps.append(fitter.refit(dict.fromkeys(at, (None, 0))))
     for one, other in zip(*(m.values() for m in maps), strict=True):
         torch.testing.assert_close(one.weight, other.weight, rtol=0, atol=1e-5)
+
+
+def test_layers_that_pass_lists_run_from_tokens():
+    config = AutoConfig.for_model("openai-gpt", vocab_size=50, n_embd=16, n_layer=3, n_head=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    maps = Refitter(model, blocks(model), WINDOWS).refit(dict.fromkeys(blocks(model), (None, 0)))
+    with torch.no_grad(), swapped(model, maps):
+        assert model(input_ids=WINDOWS[:2]).logits.isfinite().all()
+
+
+def test_an_empty_text_is_told():
+    model = tiny.model("llama")
+    with pytest.raises(ValueError, match="the text is empty"):
+        Refitter(model, blocks(model), WINDOWS[:0]).refit({blocks(model)[0]: (None, 0)})

@@ -99,7 +99,7 @@ class Refitter:
             d, rests = block.d_in, self.rests[block]
             for k, lower in ((ranks or {}).get(block) or {}).items():
                 beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k)))
-                rests |= {(r, k): rests[None, k] + float(beyond[r]) for r in lower}
+                rests |= {(r, k): rests[None, k] + float(beyond[r : r + 1].sum()) for r in lower}
             maps[block] = []
             for shape in wanted:
                 units = self.units_of(block, shape)
@@ -190,10 +190,11 @@ class _Fit:
     def read_original(self, walk: Walk) -> None:
         """Keep the residual stream of the original model, where the block's output adds to it."""
 
+        self.corrects = self.block.stream is not None and not self.block.out_norm
+
         def receive(batch: Batch, rows: Rows) -> None:
-            if rows.h is not None and not self.block.out_norm:
+            if self.corrects and rows.h is not None:
                 self.walk.shelf.put("original", batch, rows.h)
-                self.corrects = True
 
         walk.read(self.block, receive)
 

@@ -77,19 +77,21 @@ class Search:
         first = self.trial(self.shapes_after(path, max(within(path, level), 1)), windows=half)
         level *= min(max(AIM * nats / (HALF * max(first.nats, 0.0) + 1e-12), 0.1), 4.0)
         low, high = (0.0, 0.0), None  # (expected, measured) below and above the budget
-        best, tried = None, set[int]()
-        for _ in range(ROUNDS):
-            steps = max(within(path, level), 1)
-            if steps in tried:
+        fits, fails = 0, len(path) + 1  # numbers of steps
+        best = None
+        for left in range(ROUNDS, 0, -1):
+            steps = min(max(within(path, level), fits + 1), fails - 1)
+            if steps <= fits:
                 break
-            tried.add(steps)
+            if left == 1 and best is None:
+                steps = 1
             new = self.trial(self.shapes_after(path, steps))
-            if new.nats > nats:
-                high = (level, new.nats)
-            else:
-                best, low = new, (level, new.nats)
-                if new.nats >= CLOSE * nats or steps == len(path):
+            if new.nats <= nats:
+                best, low, fits = new, (level, new.nats), steps
+                if new.nats >= CLOSE * nats:
                     break
+            else:
+                high, fails = (level, new.nats), steps
             level = _next_level(low, high, nats)
         if best is None:
             raise ValueError(

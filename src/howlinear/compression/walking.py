@@ -54,6 +54,8 @@ class Walk:
         """With a label, progress is reported in tokens of each layer; `forks`: those of `fork`, too."""
         self.model = model
         every = list(as_windows(windows).batches(work.batch_size))
+        if not sum(batch.tokens for batch in every):
+            raise ValueError("the text is empty: there is no window to fit on")
         self.count = len(every)  # batches of all ranks
         self.batches = [batch for batch in every if work.ranks.mine(batch.number)]
         self.maps: dict[Block, Map] = {}  # of the blocks that are replaced
@@ -116,7 +118,8 @@ class Walk:
         twin.maps, twin.shelf = {}, Shelf(self.shelf.size)
         if self.stack is not None:
             for batch in self.batches:
-                twin.shelf.put("after", batch, self.shelf.get("after", batch))
+                for name in ("after", "state") if self.layer else ("after",):
+                    twin.shelf.put(name, batch, self.shelf.get(name, batch))
         return twin
 
     def _from_tokens(
@@ -203,9 +206,13 @@ def _stack(model: nn.Module, at: Sequence[Block], inputs: dict[str, Tensor]) -> 
     """The model's layers, if they run one at a time."""
     try:
         stack = Stack(model, at)
-        if not all(block.family in FAMILIES for block in at):
-            few = {name: value[:2, :16] for name, value in inputs.items()}
-            stack.check(few, max(stack.where.values()))
     except ValueError:
+        return None
+    if all(block.family in FAMILIES for block in at):
+        return stack
+    few = {name: value[:2, :16] for name, value in inputs.items()}
+    try:
+        stack.check(few, max(stack.where.values()))
+    except Exception:  # whatever an unknown family's forward raises: it runs from its tokens
         return None
     return stack

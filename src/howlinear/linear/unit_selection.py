@@ -38,14 +38,9 @@ class Elimination:
 
 
 def eliminations(rows: Moments, d: int) -> tuple[Elimination, Elimination]:
-    """All hidden units without a matrix, and beside one. O((d + m)^3).
-
-    In float32 where that is harmless, which halves the work.
-    """
+    """All hidden units without a matrix, and beside one. O((d + m)^3)."""
     S, S_y = unit_diagonal(*rows.gram())
     S.diagonal().add_(RIDGE)
-    if rows.precision == "mixed":  # such sums resolve every direction
-        S, S_y = S.float(), S_y.float()
     squares = rows.S_yy.sum()
     alone = _eliminated(S[d:, d:], S_y[d:], 0, float(squares))
     return alone, _eliminated(S, S_y, d, float(squares))
@@ -60,14 +55,15 @@ def _eliminated(S: Tensor, S_y: Tensor, start: int, total: float) -> Elimination
     D = P @ S_y  # (columns, d_out)
     C = torch.empty_like(P[start:])
     diagonal = P.diagonal()[start:].clone()
-    squares = max(total - float((D.double() * S_y).sum()), 0.0)
+    squares = max(total - float((D * S_y).sum()), 0.0)
     total = total or 1.0  # y that does not vary leaves nothing unexplained
     left = len(C)
     removed: list[int] = []
     unexplained = {left: squares / total}
     while left:
-        # In groups from the first multiple of GROUP on, and by halves in the end: 32, 16, 8, 4, ...
-        count = (left % GROUP or GROUP) if left > GROUP else left - left // 2
+        # In groups from the first multiple of GROUP on, and by powers of 2 in the end: 32, 16, 8, 4, ...
+        below = left % GROUP or GROUP
+        count = below if left > GROUP else left - (1 << (left - 1).bit_length() >> 1)
         cost = D[start:].square().sum(1) / diagonal
         cost[removed] = torch.inf
         units = cost.topk(count, largest=False).indices
@@ -79,7 +75,7 @@ def _eliminated(S: Tensor, S_y: Tensor, start: int, total: float) -> Elimination
         C[gone : gone + count] = c
         diagonal -= c[:, start:].square().sum(0)
         D.addmm_(c.t(), e, alpha=-1)
-        squares += float(e.double().square().sum())
+        squares += float(e.square().sum())
         removed += units.tolist()
         left -= count
         unexplained[left] = squares / total

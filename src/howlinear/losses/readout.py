@@ -92,15 +92,17 @@ class KeptReadout(Readout):
     """A readout that runs each batch of tokens once and keeps its states: d numbers a token."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept: dict[bytes, Tensor] = {}
+        self.kept: dict[tuple[torch.Size, bytes], Tensor] = {}
         super().__init__(model)
+        self.kept.clear()  # of the tokens it was tried on
 
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        key = inputs["input_ids"].cpu().numpy().tobytes()
+        ids = inputs["input_ids"]
+        key = (ids.shape, ids.cpu().numpy().tobytes())
         if key in self.kept:
             return self.kept[key]
         states = super().states(inputs)
-        if not self.whole:  # logits are too many to keep
+        if not self.whole and set(inputs) == {"input_ids"}:  # logits are too many to keep
             self.kept[key] = states
         return states
 
