@@ -42,7 +42,7 @@ def streams(model, block, maps):
 def test_a_walk_fits_what_block_by_block_does(name):
     model = tiny.model(name)
     at = blocks(model)[:2]
-    fitter = Refitter(model, at, WINDOWS)
+    fitter = Refitter(model, at, WINDOWS, shrink=0.0)
     maps = fitter.refit(dict.fromkeys(at, (None, 0)))
     first = gather(model, at, WINDOWS)[at[0].index]
     want = exactly(first.x, first.y, weights(model, at[0]))
@@ -78,7 +78,7 @@ def test_the_correction_brings_the_stream_nearer(name):
     at = blocks(model)[:2]
     off = {}
     for share in (None, 0.0, 1.0):
-        fitter = Refitter(model, at, WINDOWS, correction=share)
+        fitter = Refitter(model, at, WINDOWS, correction=share, shrink=0.0)
         maps = fitter.refit(dict.fromkeys(at, (None, 0)))
         assert fitter.corrections[at[0]] is None  # nothing before it was replaced
         with swapped(model, {at[0]: maps[at[0]]}):
