@@ -3,7 +3,7 @@
     python benchmarks/compress.py RUN                       # ours alone
     python benchmarks/compress.py RUN --shares 3%,6%,9%     # fewer points
     python benchmarks/compress.py RUN --baselines           # and simpler methods
-    python benchmarks/compress.py RUN --corrections         # the run's plan.json, corrected more or less
+    python benchmarks/compress.py RUN --variants            # the run's plan.json, refitted in other ways
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo); `howlinear swap RUN` first
 lets the baselines rank blocks by measured swap costs. Two questions, answered on text that ours
@@ -25,11 +25,14 @@ import resource
 import time
 from pathlib import Path
 
+from howlinear import builtin_text
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.compression.compress import CompressSettings, Point, compress_model
 from howlinear.compression.plan import Budget, from_dict
 from howlinear.compression.refitting import Refitter
-from howlinear.losses.perplexity import compare
+from howlinear.losses.perplexity import compare_all
+from howlinear.losses.protocols import held_out_tokens
+from howlinear.losses.readout import KeptReadout
 from howlinear.models.hooks import swapped
 from howlinear.records.files import read_json, write_json
 from howlinear.run.work import Work
@@ -52,25 +55,40 @@ def against_baselines(points: list[Point], most: float) -> None:
     )
 
 
-def corrections(run: str, tokens: int) -> None:
-    """The run's plan.json, fitted with all, none and the learned share of the stream's drift corrected."""
+VARIANTS = {  # settings of the refit
+    "as it is": {},
+    "drift not corrected": {"correction": 0.0},
+    "drift corrected fully": {"correction": 1.0},
+    "not drawn to the block": {"shrink": 0.0},
+}
+
+
+def variants(run: str, tokens: int) -> None:
+    """The run's plan.json, refitted in several ways and measured on three texts."""
     source = RunSource(Path(run))
     model, protocol = source.load(Loader()), source.protocol()
     plan = from_dict(read_json(Path(run, "plan.json"), "plan"))
     shapes = {b: (p.rank, p.units) for p in plan for b in source.blocks() if b.index == p.index}
-    fitter = Refitter(model, list(shapes), source.fit_windows().ids)
-    report, _ = source.held_out("report", protocol, tokens)
-    changes = {}
-    for name, share in (("learned", None), ("none", 0.0), ("all", 1.0)):
-        fitter.correction = share
+    texts = {"its own text": source.held_out("report", protocol, tokens)[0]}
+    for name in ("python-docs", "python-code"):
+        text = builtin_text(name).report()
+        texts[name] = held_out_tokens(text, source.tokenizer, protocol, tokens)[0]
+    original, first, ladders = KeptReadout(model), {}, None
+    for name, settings in VARIANTS.items():
+        fitter = Refitter(model, list(shapes), source.fit_windows().ids, **settings)
+        fitter.ladders = ladders or fitter.ladders  # the same hidden units
         maps = fitter.refit(shapes)
-        changes[name] = compare(model, lambda maps=maps: swapped(model, maps), report, protocol)
-        gain, se = changes["learned"].gain_over(changes[name])
-        print(
-            f"{name:7} of the drift corrected: {changes[name].delta_nll:+.4f} ± "
-            f"{changes[name].delta_nll_se:.4f} nats; learned is better by {gain:.4f} ± {se:.4f}",
-            flush=True,
-        )
+        ladders = fitter.ladders
+        for text, held in texts.items():
+            (change,) = compare_all(
+                original, [lambda maps=maps: swapped(model, maps)], held, protocol
+            )
+            gain, se = first.setdefault(text, change).gain_over(change)
+            print(
+                f"{name:23} {text:12} {change.delta_nll:+.4f} ± {change.delta_nll_se:.4f} nats; "
+                f"worse by {gain:.4f} ± {se:.4f}",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -82,11 +100,11 @@ def main() -> None:
     parser.add_argument("--baselines", action="store_true", help="replace whole blocks, too")
     parser.add_argument("--out", help="write the result's JSON here")
     parser.add_argument(
-        "--corrections", action="store_true", help="instead: the plan with other corrections"
+        "--variants", action="store_true", help="instead: the plan, refitted in other ways"
     )
     options = parser.parse_args()
-    if options.corrections:
-        corrections(options.run, options.tokens)
+    if options.variants:
+        variants(options.run, options.tokens)
         return
     began = time.perf_counter()
 
