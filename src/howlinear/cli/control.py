@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -86,7 +88,7 @@ def random_init(
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
         options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
-        result = measure(net, ids, trained=subject.trained(blocks), **options)
+        result = measure(net, ids, trained=subject.trained(net, blocks), **options)
     subject.write(result, show_random_init, net, folder, as_json)
 
 
@@ -188,13 +190,35 @@ def checkpoints(
     folder = subject.folder(TRAINING, out)
     result = subject.ranks.share(read_training(folder, settings))
     loader = Loader(device, trust_remote_code, allow_pickle)
+    left = _checkpoints_left(len(stages))
     for label, (subject.name, subject.revision) in stages.items():
-        if _add_checkpoint(result, subject, label, loader, blocks, batch_size):
+        added = _add_checkpoint(result, subject, label, loader, blocks, batch_size)
+        if added:
             result.sort(list(stages))
             if subject.ranks.rank == 0:
                 _write_training(folder, result, as_json)
+        left(added)
     show(result, show_training, folder.path(TRAINING), as_json)
     subject.ranks.stop()
+
+
+def _checkpoints_left(count: int) -> Callable[[bool], None]:
+    """Called after each checkpoint (was it measured?): says how long the others take."""
+    from howlinear.run.work import Steps
+
+    steps, began = Steps({"checkpoint": count}, {"checkpoint": 1.0}), time.perf_counter()
+
+    def done(measured: bool) -> None:
+        nonlocal began
+        seconds, began = time.perf_counter() - began, time.perf_counter()
+        if not measured:
+            steps.skip("checkpoint")
+            return
+        steps.done("checkpoint", seconds)
+        if others := steps.to_come["checkpoint"]:
+            say(f"{plural(others, 'checkpoint')} to come{steps}")
+
+    return done
 
 
 def _write_training(folder: RunFolder, result: Any, as_json: bool) -> None:
@@ -311,13 +335,19 @@ class _Subject:
         """What a result records of the text."""
         return {"name": self.text.name, "fingerprint": self.text.fingerprint()}
 
-    def trained(self, blocks: str | None) -> Any:
-        """The profile of the run, if it is about these blocks; else None."""
-        if self.source is None or blocks != self.source.asked.get("blocks"):
+    def trained(self, net: Any, blocks: str | None) -> Any:
+        """The profile of the run, of these blocks, if it has them all; else None."""
+        if self.source is None:
             return None
+        from howlinear import blocks as blocks_of
         from howlinear.profiling.profiler import Profile
 
-        return Profile.load(self.source.folder.folder)
+        profile = Profile.load(self.source.folder.folder)
+        records = {(b.index, b.path): b for b in profile.blocks}
+        wanted = [(b.index, b.path) for b in blocks_of(net, blocks)]
+        if not records.keys() >= set(wanted):
+            return None
+        return replace(profile, blocks=[records[place] for place in wanted])
 
     def folder(self, kind: str, out: Path | None) -> RunFolder:
         """Where the result goes: `out`, or beside the run; refused if it cannot be written there."""

@@ -121,3 +121,17 @@ SLOW: dict[str, Probe] = {  # made only on request
 }
 PROBES = FAST | SLOW
 KINDS: tuple[str, ...] = tuple(PROBES)
+COSTS = "swapping"
+SECONDS: dict[str, float] = {  # of one block of the built-in model: first guesses at the time left
+    "where": 1.0,
+    "quantised": 1.0,
+    "degree": 10.0,
+    "units": 10.0,
+    "bilinear": 60.0,
+    "trained": 60.0,
+    "dense": 60.0,
+    "poly": 60.0,
+    "seeded": 200.0,
+    "healing": 200.0,
+    COSTS: 40.0,
+}
