@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import made_by, progress_bars, say, show
+from howlinear.cli.output import left_of, made_by, progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import Loader, RunSource, absolute, window_length
 from howlinear.records.words import known, number, plural, signed, size, span, with_se
@@ -190,35 +189,16 @@ def checkpoints(
     folder = subject.folder(TRAINING, out)
     result = subject.ranks.share(read_training(folder, settings))
     loader = Loader(device, trust_remote_code, allow_pickle)
-    left = _checkpoints_left(len(stages))
+    tell_left = left_of("checkpoint", len(stages))
     for label, (subject.name, subject.revision) in stages.items():
         added = _add_checkpoint(result, subject, label, loader, blocks, batch_size)
         if added:
             result.sort(list(stages))
             if subject.ranks.rank == 0:
                 _write_training(folder, result, as_json)
-        left(added)
+        tell_left(added)
     show(result, show_training, folder.path(TRAINING), as_json)
     subject.ranks.stop()
-
-
-def _checkpoints_left(count: int) -> Callable[[bool], None]:
-    """Called after each checkpoint (was it measured?): says how long the others take."""
-    from howlinear.run.work import Steps
-
-    steps, began = Steps({"checkpoint": count}, {"checkpoint": 1.0}), time.perf_counter()
-
-    def done(measured: bool) -> None:
-        nonlocal began
-        seconds, began = time.perf_counter() - began, time.perf_counter()
-        if not measured:
-            steps.skip("checkpoint")
-            return
-        steps.done("checkpoint", seconds)
-        if others := steps.to_come["checkpoint"]:
-            say(f"{plural(others, 'checkpoint')} to come{steps}")
-
-    return done
 
 
 def _write_training(folder: RunFolder, result: Any, as_json: bool) -> None:
