@@ -135,7 +135,11 @@ def feed(
         x = rows.x.view(B, L, -1)
         parts = [rows.y if name == "own" else o(x) for name, o in outputs[block].items()]
         y = torch.cat([part.view(B, L, -1) for part in parts], -1)
+        shift = groups[block][0].shift_for(
+            x, y
+        )  # one for all: their sums then add without correction
         for g, w, p in split.pieces(batch.offsets, L):
+            groups[block][g].shift = shift
             groups[block][g].update(x[w, p], y[w, p])
 
     read.read_again(receive, label)
