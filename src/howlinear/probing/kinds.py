@@ -123,15 +123,15 @@ PROBES = FAST | SLOW
 KINDS: tuple[str, ...] = tuple(PROBES)
 COSTS = "swapping"
 SECONDS: dict[str, float] = {  # of one block of the built-in model: first guesses at the time left
-    "where": 1.0,
-    "quantised": 1.0,
-    "degree": 10.0,
-    "units": 10.0,
-    "bilinear": 60.0,
-    "trained": 60.0,
-    "dense": 60.0,
-    "poly": 60.0,
-    "seeded": 200.0,
-    "healing": 200.0,
-    COSTS: 40.0,
+    "quantised": 2.0,
+    "where": 4.0,
+    "units": 15.0,
+    "degree": 25.0,
+    "bilinear": 100.0,
+    COSTS: 110.0,
+    "trained": 100.0,  # from here on not measured
+    "dense": 100.0,
+    "poly": 100.0,
+    "seeded": 300.0,
+    "healing": 300.0,
 }
