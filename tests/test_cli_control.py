@@ -38,6 +38,8 @@ def test_random_init_of_a_run_uses_what_the_run_holds(here, little, tmp_path):
     assert [b["r2"] for b in written["blocks"]] == [b["r2"] for b in profile["blocks"]]
     assert written["corpus"]["fingerprint"] == profile["corpus"]["fingerprint"]
     assert len(written["blocks"][0]["untrained"]) == 2
+    some = document(here("control", "random-init", run, "--seeds", "1", "--blocks", "1", "--json"))
+    assert [b["r2"] for b in some["blocks"]] == [profile["blocks"][1]["r2"]]
 
 
 def test_cross_feed_of_a_model_with_itself(here, little, text, tmp_path):
@@ -67,6 +69,7 @@ def test_checkpoints_of_a_folder_in_order_and_resumed(here, complaint, little, t
     assert first.returncode == 0, first.stderr
     again = here(*args, "--json")
     assert "profiling checkpoint-9" in again.stderr
+    assert "1 checkpoint to come, about" in again.stderr
     assert "profiling checkpoint-10" not in again.stderr
     data = document(again)
     assert data["summary"]["measured"] == ["checkpoint-9", "checkpoint-10"]

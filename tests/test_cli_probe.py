@@ -1,6 +1,7 @@
 """`howlinear probe` as a person meets it, on tiny models with a real tokenizer."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ def test_probe_prints_tables_and_writes_a_file(little, here, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert "rows to fit on" in done.stderr
     assert "B of memory" in done.stderr
+    assert re.search(r"^block 2: bilinear, about \d+ s left$", done.stderr, re.M)
     for title in ("bilinear:", "degree:", "units:", "where:", "quantised:"):
         assert title in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines()[2:] if "json" not in line)

@@ -15,7 +15,9 @@ from howlinear.compression.prices import Losses
 from howlinear.export.install import install_maps
 from howlinear.export.narrow import narrowed
 from howlinear.losses.perplexity import compare
+from howlinear.models import loading
 from howlinear.models.hooks import as_module
+from howlinear.models.offload import is_offloaded
 from howlinear.records.fields import BlockPlan
 from howlinear.run.work import Work
 from howlinear.swapping.swaps import SwapOptions, measure_swaps
@@ -237,3 +239,19 @@ def test_blocks_of_few_hidden_units_are_planned(tmp_path):
     profile(model, FIT, batch_size=50).save(tmp_path)
     result = compress_model(model, tmp_path, Budget(parameters=0.2), **TEXTS)
     assert result.removed >= 0.2 * result.feed_forward
+
+
+def test_weights_on_disk_are_compressed_as_in_memory(run, tmp_path):
+    """Without gradients options are measured, not priced: the budget is kept all the same."""
+    sharpened("llama").save_pretrained(tmp_path / "model")
+    place = {"device_map": "disk", "offload_folder": tmp_path / "off"}
+    disk, _ = loading.load(tmp_path / "model", **place)
+    settings = CompressSettings(units=2, baselines=True)
+    found = compress_model(disk, run, **TEXTS, at="0,2", settings=settings)
+    _, plain = squeezed(run, at="0,2", units=2, baselines=True)
+    assert [b.units for b in found.blocks] == [b.units for b in plain.blocks]
+    assert found.change.delta_nll == pytest.approx(plain.change.delta_nll, abs=1e-5)
+    assert found.change.delta_nll > 1e-3  # the maps change something
+    small = compress_model(disk, run, Budget(parameters=0.3), **TEXTS)
+    assert small.removed >= 0.3 * small.feed_forward
+    assert is_offloaded(disk)

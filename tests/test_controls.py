@@ -222,6 +222,24 @@ def test_blocks_without_a_prediction_are_told():
     assert "no Gaussian map" in found.notes[0]
 
 
+def test_rows_that_do_not_fit_into_memory_are_read_again_to_the_same_bits(net, other, monkeypatch):
+    runs = []
+    hook = net.model.layers[0].register_forward_hook(lambda *_: runs.append(0))
+
+    def measure():
+        runs.clear()
+        found = matched(net, ids(24), at="0-1"), cross_feed(net, other, ids(24), ids(24))
+        return [control.to_dict() for control in found], len(runs)
+
+    kept, once = measure()
+    monkeypatch.setattr(feeding.room, "available_memory", lambda: 1000)
+    again, twice = measure()
+    hook.remove()
+    assert again == kept
+    # 3 batches: once for each control, or twice; and one window before, where forwards end early
+    assert (once, twice) == (3 + 1 + 3, 6 + 2 + 6)
+
+
 # -- over training
 
 

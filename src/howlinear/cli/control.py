@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from howlinear.cli import flags
-from howlinear.cli.output import made_by, progress_bars, say, show
+from howlinear.cli.output import left_of, made_by, progress_bars, say, show
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
 from howlinear.cli.sources import Loader, RunSource, absolute, window_length
 from howlinear.records.words import known, number, plural, signed, size, span, with_se
@@ -86,7 +87,7 @@ def random_init(
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
         options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
-        result = measure(net, ids, trained=subject.trained(blocks), **options)
+        result = measure(net, ids, trained=subject.trained(net, blocks), **options)
     subject.write(result, show_random_init, net, folder, as_json)
 
 
@@ -188,11 +189,14 @@ def checkpoints(
     folder = subject.folder(TRAINING, out)
     result = subject.ranks.share(read_training(folder, settings))
     loader = Loader(device, trust_remote_code, allow_pickle)
+    tell_left = left_of("checkpoint", len(stages))
     for label, (subject.name, subject.revision) in stages.items():
-        if _add_checkpoint(result, subject, label, loader, blocks, batch_size):
+        added = _add_checkpoint(result, subject, label, loader, blocks, batch_size)
+        if added:
             result.sort(list(stages))
             if subject.ranks.rank == 0:
                 _write_training(folder, result, as_json)
+        tell_left(added)
     show(result, show_training, folder.path(TRAINING), as_json)
     subject.ranks.stop()
 
@@ -311,13 +315,19 @@ class _Subject:
         """What a result records of the text."""
         return {"name": self.text.name, "fingerprint": self.text.fingerprint()}
 
-    def trained(self, blocks: str | None) -> Any:
-        """The profile of the run, if it is about these blocks; else None."""
-        if self.source is None or blocks != self.source.asked.get("blocks"):
+    def trained(self, net: Any, blocks: str | None) -> Any:
+        """The profile of the run, of these blocks, if it has them all; else None."""
+        if self.source is None:
             return None
+        from howlinear import blocks as blocks_of
         from howlinear.profiling.profiler import Profile
 
-        return Profile.load(self.source.folder.folder)
+        profile = Profile.load(self.source.folder.folder)
+        records = {(b.index, b.path): b for b in profile.blocks}
+        wanted = [(b.index, b.path) for b in blocks_of(net, blocks)]
+        if not records.keys() >= set(wanted):
+            return None
+        return replace(profile, blocks=[records[place] for place in wanted])
 
     def folder(self, kind: str, out: Path | None) -> RunFolder:
         """Where the result goes: `out`, or beside the run; refused if it cannot be written there."""

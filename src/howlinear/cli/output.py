@@ -23,7 +23,7 @@ from typing import Any
 
 import howlinear
 from howlinear.cli.printer import terminal_console, write_whole
-from howlinear.records.words import duration, escaped
+from howlinear.records.words import duration, escaped, plural
 
 SOON = 5.0  # seconds of work before the time that is left is told
 Advance = Callable[[int], None]
@@ -165,3 +165,22 @@ def _time_teller(label: str, tokens: int) -> Callable[[float], None]:
             say(f"{label}: {duration(left)} left")
 
     return tell
+
+
+def left_of(noun: str, count: int) -> Callable[[bool], None]:
+    """Called after each of several things (was it measured?): says how long the others take."""
+    from howlinear.run.work import Steps
+
+    steps, began = Steps({noun: count}, {noun: 1.0}), time.perf_counter()
+
+    def done(measured: bool) -> None:
+        nonlocal began
+        seconds, began = time.perf_counter() - began, time.perf_counter()
+        if not measured:
+            steps.skip(noun)
+            return
+        steps.done(noun, seconds)
+        if others := steps.to_come[noun]:
+            say(f"{plural(others, noun)} to come{steps}")
+
+    return done

@@ -11,6 +11,7 @@ from howlinear.compression.prices import Losses, Sizes
 from howlinear.linear.affine import Affine
 from howlinear.losses.sweeps import Variant
 from howlinear.models.families import Block, Replacement
+from howlinear.models.offload import like
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockSwap
 from howlinear.run.folder import RunFolder, records_of
@@ -20,8 +21,7 @@ def baselines(
     folder: RunFolder, run: Profile, sizes: Sizes, losses: Losses, removed: int
 ) -> list[tuple[str, int, dict[Block, Replacement]]]:
     """(method, parameters removed, maps) with one block replaced, two, ... up to `removed`."""
-    like = next(losses.model.parameters()).detach()
-    linear = {b: run.maps[b.index].to(like) for b in sizes.parameters}
+    linear = {b: run.maps[b.index].to(like(losses.model)) for b in sizes.parameters}
     costs = _swap_costs(folder, linear, losses)
     costs["r2"] = {
         b: -math.inf if math.isnan(p.r2) else -p.r2  # constant output: the map is exact

@@ -43,6 +43,7 @@ from howlinear.linear.unit_selection import (
 )
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch
+from howlinear.models.offload import like
 from howlinear.models.units import hidden_count, taken, written
 from howlinear.run.work import Work
 
@@ -78,7 +79,7 @@ class Refitter:
         self.correction, self.shrink = correction, shrink
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.work = work or Work()
-        self.like = next(model.parameters()).detach()
+        self.like = like(model)
         # orders of hidden units: without a matrix, and beside one
         self.ladders: dict[Block, tuple[Elimination, Elimination]] = {}
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows

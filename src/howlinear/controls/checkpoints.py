@@ -79,15 +79,16 @@ class Training(Result):
         work: Work | None = None,
     ) -> None:
         """Profile one more checkpoint; `about` is what `models.loading.describe` says of it."""
-        options = {"at": at, "folds": self.settings["folds"], "work": work or Work()}
-        text = as_windows(windows)
+        text, work = as_windows(windows), work or Work()
         cells = list(text.folds(self.settings["folds"]).cells)
         if self.checkpoints and self.checkpoints[0].get("cells") != cells:
             raise ValueError(
                 f"{name} is held out in other folds than {self.measured[0]} was: name another folder "
                 "with -o"
             )
-        records = profiled(model, text, f"profiling {name}", **options).blocks
+        advance = work.begin(f"profiling {name}", text.tokens // work.ranks.count)
+        options: dict[str, Any] = {"at": at, "folds": self.settings["folds"], "advance": advance}
+        records = profiled(model, text, work, **options).blocks
         if self.checkpoints and len(records) != len(self.checkpoints[0]["blocks"]):
             raise ValueError(f"{name} has {len(records)} blocks, unlike the ones before it")
         rows = [{field: getattr(b, field) for field in MONITORED} for b in records]

@@ -2,8 +2,8 @@
 
     cross_feed(model_a, model_b, windows_a, windows_b, pairs="3:5,4:4").blocks[0]["split"]
 
-Each model runs twice: once for the mean and covariance of every block's input, once for the rows. No
-activations are stored.
+Rows are read twice: once for the mean and covariance of every block's input, once to run blocks on them.
+Each model runs once where its rows fit into memory (`feeding`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from howlinear.controls.feeding import InputMoments, Output, feed, input_moments
+from howlinear.controls.feeding import InputMoments, Output, TwiceRead, feed, input_moments
 from howlinear.controls.gaussian import transport
 from howlinear.controls.results import Control, estimate, mean
 from howlinear.linear.folds import Folds, check_rows
@@ -56,8 +56,8 @@ def cross_feed(
     with evaluating(model_a), evaluating(model_b):  # blocks of one run in the other's forward
         a.read_inputs(work)
         b.read_inputs(work)
-        on_a = a.feed(b, chosen, work)
-        on_b = b.feed(a, [(j, i) for i, j in chosen], work)
+        on_a = a.feed(b, chosen)
+        on_b = b.feed(a, [(j, i) for i, j in chosen])
     same_ids = torch.equal(*(text.all_ids for text in texts))
     same_windows = same_ids and a.split == b.split
     rows: list[dict[str, Any]] = []
@@ -81,6 +81,7 @@ def cross_feed(
 class _Side:
     """One model and some of its blocks; dicts are by block index."""
 
+    rows: TwiceRead
     stats: dict[int, InputMoments]
 
     def __init__(
@@ -91,12 +92,10 @@ class _Side:
         self.runs = {i: Cast(as_module(model, b)) for i, b in blocks.items()}
 
     def read_inputs(self, work: Work) -> None:
-        at, label = list(self.blocks.values()), f"inputs of {self.name}"
-        self.stats = input_moments(self.model, self.windows, at, work, label)
+        self.rows = TwiceRead(self.model, self.windows, list(self.blocks.values()), work)
+        self.stats = input_moments(self.rows, f"inputs of {self.name}")
 
-    def feed(
-        self, other: _Side, pairs: Sequence[tuple[int, int]], work: Work
-    ) -> dict[int, dict[Any, Sums]]:
+    def feed(self, other: _Side, pairs: Sequence[tuple[int, int]]) -> dict[int, dict[Any, Sums]]:
         """Fold sums of what is computed on the inputs of each block here.
 
         The block itself; each block of the other model that it is paired with; and the block itself
@@ -109,8 +108,7 @@ class _Side:
             block, moved = self.blocks[i], transport(*self.stats[i], *other.stats[j])
             outputs[block]["other", j] = Output(other.runs[j], other.blocks[j].d_out)
             outputs[block]["moved", j] = Output(self.runs[i], block.d_out, moved)
-        label = f"blocks on the inputs of {self.name}"
-        return feed(self.model, self.windows, outputs, self.split, work, label)
+        return feed(self.rows, outputs, self.split, f"blocks on the inputs of {self.name}")
 
 
 def _two_by_two(

@@ -1,14 +1,17 @@
 """Blocks on inputs that are not their own, or changed before they enter: R2 by cross-validation.
 
-    stats = input_moments(model, windows, at, work, "inputs")   # block index -> (mean, covariance)
+    rows = TwiceRead(model, windows, at, work)
+    stats = input_moments(rows, "inputs")               # block index -> (mean, covariance)
     outputs = {block: {"own": Output(run, d), "x2": Output(run, d, move=double)}}
-    feed(model, windows, outputs, Folds(5), work, "scaled inputs")  # block index -> name -> fold sums
+    feed(rows, outputs, Folds(5), "scaled inputs")      # block index -> name -> fold sums
     on_gaussian(run, block, stats[3], windows, Folds(5), seed=0)    # fold sums
 
 Least squares does not depend on how inputs are written: regressing f(Ax + c) on x gives the R2 of f
 on Ax + c, for every invertible A. So the outputs of several blocks, and of one block on scaled, moved
-or whitened inputs, share one set of sums and one factorisation with x on its left side. No
-activations are stored.
+or whitened inputs, share one set of sums and one factorisation with x on its left side.
+
+Rows are read twice. Where they take less than half of the free memory, they are kept and the model runs
+once; otherwise it runs twice, and no activations are stored.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.scoring import cross_validate, score
 from howlinear.models.families import Block
-from howlinear.models.forward import Batch, WindowsLike, as_windows, run_rows
+from howlinear.models.forward import Batch, Receive, WindowsLike, as_windows, run_rows
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums
+from howlinear.run import room
 from howlinear.run.work import Work
 
 GAUSSIAN_ROWS = 4096  # drawn at a time
+KEPT = 2  # of the free memory: rows that take at most one part are kept
 
 RowFunction = Callable[[Tensor], Tensor]  # (..., d_in) -> (..., d_out)
 InputMoments = tuple[Tensor, Tensor]  # mean (d_in,), covariance (d_in, d_in)
@@ -50,26 +55,66 @@ class Output:
         return self.run(x if self.move is None else self.move(x))
 
 
-def input_moments(
-    model: nn.Module, windows: WindowsLike, at: Sequence[Block], work: Work, label: str
-) -> dict[int, InputMoments]:
+class TwiceRead:
+    """Rows of blocks that are read twice; the model runs once where they fit into memory."""
+
+    def __init__(
+        self, model: nn.Module, windows: WindowsLike, at: Sequence[Block], work: Work
+    ) -> None:
+        self.model, self.windows, self.work = model, as_windows(windows), work
+        self.at = sorted(at, key=lambda b: b.index)
+        self.kept: dict[Block, list[tuple[Batch, Rows]]] = {}
+        free = room.available_memory()
+        self.keeps = free is not None and self._bytes() <= free // KEPT
+
+    def _bytes(self) -> int:
+        """Of the rows of one rank, in float32."""
+        columns = sum(b.d_in + b.d_out for b in self.at)
+        return 4 * columns * self.windows.tokens // self.work.ranks.count
+
+    def read(self, receive: Receive, label: str) -> None:
+        """The first reading: the model runs. `receive(batch, block, rows)`, batch by batch."""
+
+        def take(batch: Batch, block: Block, rows: Rows) -> None:
+            receive(batch, block, rows)
+            if self.keeps:
+                self.kept.setdefault(block, []).append((batch, rows.copied()))
+
+        self._run(take if self.keeps else receive, label)
+
+    def read_again(self, receive: Receive, label: str) -> None:
+        """The second reading: rows of each block in the same order. They are not kept any longer."""
+        if not self.keeps:
+            self._run(receive, label)
+            return
+        tokens = self.windows.tokens
+        advance = self.work.begin(label, tokens * len(self.at))
+        for block in self.at:
+            for batch, rows in self.kept.pop(block, ()):
+                with torch.no_grad():
+                    receive(batch, block, rows)
+                advance(batch.tokens)
+
+    def _run(self, receive: Receive, label: str) -> None:
+        run_rows(self.model, self.windows, receive, at=self.at, work=self.work, label=label)
+
+
+def input_moments(rows: TwiceRead, label: str) -> dict[int, InputMoments]:
     """Mean and covariance of the inputs of each block, by block index."""
-    sums = {b.index: Moments(b.d_in, 1) for b in at}
+    sums = {b.index: Moments(b.d_in, 1) for b in rows.at}
 
     def receive(_: Batch, block: Block, rows: Rows) -> None:
         sums[block.index].update(rows.x, rows.x[..., :1])
 
-    run_rows(model, windows, receive, at=at, work=work, label=label)
-    sums = {i: work.ranks.added(m) for i, m in sums.items()}
+    rows.read(receive, label)
+    sums = {i: rows.work.ranks.added(m) for i, m in sums.items()}
     return {i: (m.mean_x, m.gram()[0] / m.weight) for i, m in sums.items()}
 
 
 def feed(
-    model: nn.Module,
-    windows: WindowsLike,
+    read: TwiceRead,
     outputs: Mapping[Block, Mapping[Any, Output]],
     split: Folds,
-    work: Work,
     label: str,
     predicted: Mapping[int, Affine] | None = None,
 ) -> dict[int, dict[Any, Sums]]:
@@ -90,13 +135,17 @@ def feed(
         x = rows.x.view(B, L, -1)
         parts = [rows.y if name == "own" else o(x) for name, o in outputs[block].items()]
         y = torch.cat([part.view(B, L, -1) for part in parts], -1)
+        shift = groups[block][0].shift_for(
+            x, y
+        )  # one for all: their sums then add without correction
         for g, w, p in split.pieces(batch.offsets, L):
+            groups[block][g].shift = shift
             groups[block][g].update(x[w, p], y[w, p])
 
-    at, ranks = sorted(outputs, key=lambda b: b.index), work.ranks
-    run_rows(model, windows, receive, at=at, work=work, label=label)
+    read.read_again(receive, label)
+    ranks = read.work.ranks
     scores: dict[int, dict[Any, Sums]] = {}
-    for k, b in enumerate(at):
+    for k, b in enumerate(read.at):
         collected = [ranks.collect(m, k % ranks.count) for m in groups.pop(b)]
         if ranks.mine(k):
             folds = [m for m in collected if m is not None and m.n]

@@ -2,8 +2,8 @@
 
     matched(model, windows).blocks[0]["r2"]["gaussian"]["value"]
 
-The model runs twice: once for the mean and covariance of every block's input, once for the rows. No
-activations are stored.
+Rows are read twice: once for the mean and covariance of every block's input, once to run the blocks on
+them. The model runs once where its rows fit into memory (`feeding`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from howlinear.controls.feeding import InputMoments, Output, feed, input_moments, on_gaussian
+from howlinear.controls.feeding import (
+    InputMoments,
+    Output,
+    TwiceRead,
+    feed,
+    input_moments,
+    on_gaussian,
+)
 from howlinear.controls.gaussian import expected_map, whitening
 from howlinear.controls.results import Control, estimate, mean
 from howlinear.linear.affine import Affine
@@ -55,10 +62,11 @@ def _matched(
     split, tokens = windows.folds(folds), windows.tokens
     check_rows(len(windows), windows.all_ids.shape[1], max(b.d_in for b in measured), split)
     runs = {b.index: Cast(as_module(model, b)) for b in measured}
-    stats = input_moments(model, windows, measured, work, "inputs")
+    rows = TwiceRead(model, windows, measured, work)
+    stats = input_moments(rows, "inputs")
     predicted, notes = _predicted_maps(model, measured, stats)
     outputs = {b: _outputs(b, runs[b.index], stats[b.index]) for b in measured}
-    scores = feed(model, windows, outputs, split, work, "blocks on their inputs, moved", predicted)
+    scores = feed(rows, outputs, split, "blocks on their inputs, moved", predicted)
     drawn: dict[int, dict[Any, Sums]] = {}
     advance = work.begin("blocks on Gaussian inputs", tokens)
     for k, b in enumerate(measured):
@@ -67,7 +75,7 @@ def _matched(
             drawn[i] = on_gaussian(runs[i], b, stats[i], windows, split, seed, predicted.get(i))
         advance(tokens // len(measured))
     drawn = work.ranks.joined(drawn)
-    rows = [_row(b, scores[b.index], drawn[b.index]) for b in measured]
+    records = [_row(b, scores[b.index], drawn[b.index]) for b in measured]
     settings = {
         "tokens": tokens,
         "window": windows.length,
@@ -75,7 +83,7 @@ def _matched(
         "seed": seed,
         "scales": list(SCALES),
     }
-    return Control("matched", rows, _summary(rows), settings, notes)
+    return Control("matched", records, _summary(records), settings, notes)
 
 
 def _outputs(block: Block, run: Cast, stats: InputMoments) -> dict[Any, Output]:

@@ -24,8 +24,8 @@ from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, pearson
-from howlinear.records.words import known
-from howlinear.run.work import Work
+from howlinear.records.words import known, plural
+from howlinear.run.work import Advance, Work
 
 SHORT = 16  # tokens in a window of an untrained model
 
@@ -51,14 +51,14 @@ def random_init(
         raise ValueError(f"an untrained range needs at least one seed, got {seeds} (--seeds)")
     work, text = work or Work(), as_windows(windows)
     ids = text.all_ids
-    if trained is None:
-        trained = profiled(model, text, "the trained model", at=at, folds=folds, work=work)
+    advance = _begin(work, text.tokens, seeds, trained is not None)
+    options: dict[str, Any] = {"at": at, "folds": folds, "advance": advance}
+    trained = trained or profiled(model, text, work, **options)
     many = replace(work, batch_size=work.batch_size * max(1, ids.shape[1] // SHORT))
     draws = []
     for seed in range(seeds):
         net = untrained(model, seed, shuffled)
-        tokens, label = drawn_tokens(net, ids, seed), f"untrained, seed {seed}"
-        draws.append(profiled(net, tokens, label, at=at, folds=folds, work=many))
+        draws.append(profiled(net, tokens := drawn_tokens(net, ids, seed), many, **options))
     rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
     settings = {
         "seeds": seeds,
@@ -70,6 +70,12 @@ def random_init(
     }
     notes = _notes(tokens, max(b.d_in for b in trained.blocks), folds)
     return Control("random-init", rows, _summary(rows, draws), settings, notes)
+
+
+def _begin(work: Work, tokens: int, seeds: int, known: bool) -> Advance:
+    """One progress for all models: the first of them tells how long all take."""
+    models = f"{plural(seeds, 'untrained model')}{'' if known else ' and the trained model'}"
+    return work.begin(f"profiling {models}", (seeds + (not known)) * tokens // work.ranks.count)
 
 
 def drawn_tokens(model: Any, windows: Tensor, seed: int) -> Tensor:

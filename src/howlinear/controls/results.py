@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from howlinear.models.forward import WindowsLike, as_windows
+from howlinear.models.forward import WindowsLike
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.statistics import Sums, jackknife
 from howlinear.records.words import known, plural
 from howlinear.report.results import Result
-from howlinear.run.work import Work
+from howlinear.run.work import Advance, Work
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +55,13 @@ def mean(values: Sequence[float]) -> float:
 
 
 def profiled(
-    model: nn.Module, windows: WindowsLike, label: str, *, at: str | None, folds: int, work: Work
+    model: nn.Module,
+    windows: WindowsLike,
+    work: Work,
+    *,
+    at: str | None,
+    folds: int,
+    advance: Advance,
 ) -> Profile:
     """A profile without expected costs of swaps, shared by the ranks of `work`."""
     return profile(
@@ -65,5 +71,5 @@ def profiled(
         folds=folds,
         signal=False,
         course=Course(work.ranks, work.batch_size),
-        progress=work.begin(label, as_windows(windows).tokens // work.ranks.count),
+        progress=advance,
     )

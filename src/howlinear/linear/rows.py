@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +35,11 @@ class Rows:
     _h: Tensor | None  # (B L, d)
     _starts: Tensor | None = None  # (B,) `starts` of the block, for an expert's rows
     _scale: float = 1.0  # of y before the residual add
+
+    def copied(self) -> Rows:
+        """x and y alone, to be kept after `receive`."""
+        x, y = self.x.clone(), self.y.clone()
+        return replace(self, x=x, y=y, hidden=None, _h=None)
 
     def only(self, at: Tensor, y: Tensor) -> Rows:
         """The rows `at` (m,) with another y (m, d_out): inputs and outputs of one expert."""

@@ -315,15 +315,15 @@ def run_rows(
     """Run the windows through the model: `receive(batch, block, rows)` once a batch and block.
 
     `at` and `units` are those of `tap`. Of several ranks each runs some of the batches. A forward
-    ends when every block of `at` has run, except the first, which runs to its end: `tap` refuses a
+    ends when every block of `at` has run, except one, which runs to its end: `tap` refuses a
     block that runs twice. With a label, progress is reported in tokens.
     """
     work, text, forward = work or Work(), as_windows(windows), Forward(model)
     at = list(blocks(model) if at is None else dict.fromkeys(at))
+    ran_once = _ran_once(forward, at, text)
     advance = work.begin(label, text.tokens) if label else None
     batch: Batch
     missing: set[Block] = set()
-    ran_once = False
 
     def take(block: Block, rows: Rows) -> None:
         receive(batch, block, rows)
@@ -339,3 +339,13 @@ def run_rows(
                 ran_once = True
             if advance is not None:
                 advance(batch.tokens)
+
+
+def _ran_once(forward: Forward, at: Sequence[Block], text: Windows) -> bool:
+    """Run one window to its end where that is shorter than to do so with the first batch."""
+    ids = text.ids
+    if ids is None or len(ids) < 2 or blocks(forward.model)[-1] in at:
+        return False
+    with tap(forward.model, lambda *_: None, at=at):
+        forward({IDS: ids[:1]})
+    return True

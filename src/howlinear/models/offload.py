@@ -63,6 +63,11 @@ def device_of(module: nn.Module) -> torch.device:
     return next((torch.device(h.execution_device) for h in hooks), torch.device("cpu"))
 
 
+def like(model: nn.Module) -> Tensor:
+    """An empty tensor of the dtype of a model's weights, on the device that it runs on."""
+    return torch.empty(0, dtype=next(model.parameters()).dtype, device=device_of(model))
+
+
 def run_on(model: nn.Module, device: torch.device) -> None:
     """Make offloaded modules run on a device."""
     for part in model.modules():

@@ -31,9 +31,10 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
     """The chosen hidden units as a module x -> h_S with its own copy of the weights.
 
     ValueError for a block whose units cannot be computed alone: experts, quantised weights, and
-    blocks that mix units before the last projection.
+    blocks that mix units before the last projection. Offloaded weights are loaded for this.
     """
-    with torch.no_grad(), evaluating(model):  # copies keep the mode: without dropout
+    _, steps = _parts(model, block)
+    with torch.no_grad(), evaluating(model), resident(steps):  # copies keep the mode: no dropout
         made = _sliced(model, block, torch.as_tensor(units, dtype=torch.long))
         weight = next(made.parameters())
         x = torch.randn(4, block.d_in, generator=torch.Generator().manual_seed(0)).to(weight)
@@ -74,9 +75,7 @@ def writes(model: nn.Module, block: Block) -> Tensor | None:
     """(m,) squared norms of each hidden unit's column of the last projection; None where units
     cannot be computed alone."""
     try:
-        _, steps = _parts(model, block)
-        with resident(steps):
-            taken(model, block, [0])
+        taken(model, block, [0])
         return written(model, block).square().sum(0)
     except ValueError:
         return None

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,13 +89,15 @@ def solve_products(
     rank: int = 16,
     seed: int = 0,
     start: Bilinear | None = None,
+    prepared: Prepared | None = None,
 ) -> Fitted:
     """Variable projection: U and V by L-BFGS on all rows, A in closed form at every step.
 
-    `start` is a layer of lower rank to begin from. O(6 n d rank) multiply-adds an iteration.
+    `start` is a layer of lower rank to begin from; `prepared` is what several searches on these rows
+    share. O(6 n d rank) multiply-adds an iteration.
     """
     fitted = Fitted(seed, rank=rank, solver="ours", gate=None)
-    problem, gain_of = _Problem(fit, affine), _gain_on(choose, affine)
+    problem, gain_of = (prepared or Prepared(fit, choose, affine)).parts()
     P = nn.Parameter(_start(problem, rank, start, torch.Generator().manual_seed(seed)))
     unused = problem.layer(P)
     unused.write.data.zero_()  # the affine map itself
@@ -246,6 +249,17 @@ class _Problem:
         return Bilinear(self.affine, left, right, self.write, self.mean)
 
 
+class Prepared:
+    """The rows to fit in the coordinates of the search, and the gain on the rows kept for stopping."""
+
+    def __init__(self, fit: Sample, choose: Sample, affine: Affine) -> None:
+        self.problem, self.gain_of = _Problem(fit, affine), _gain_on(choose, affine)
+
+    def parts(self) -> tuple[_Problem, Callable[[Bilinear], float]]:
+        """For one search, which may change its ridge."""
+        return copy.copy(self.problem), self.gain_of
+
+
 def _gain_on(choose: Sample, affine: Affine) -> Callable[[Bilinear], float]:
     """A layer's gain on rows that are not fitted; the map runs on them once."""
     rest = residual(choose, affine)
@@ -314,13 +328,19 @@ def settled(gains: Sequence[float], last: int = 5) -> bool:
 
 
 def rank_sweep(
-    fit: Sample, choose: Sample, affine: Affine, ranks: Sequence[int] = RANKS, seed: int = 0
+    fit: Sample,
+    choose: Sample,
+    affine: Affine,
+    ranks: Sequence[int] = RANKS,
+    seed: int = 0,
+    prepared: Prepared | None = None,
 ) -> dict[int, Fitted]:
     """One search for each rank, which starts at the layer of the rank before."""
     by_rank: dict[int, Fitted] = {}
     layer: Any = None
+    options: dict[str, Any] = {"seed": seed, "prepared": prepared or Prepared(fit, choose, affine)}
     for rank in ranks:
-        by_rank[rank] = solve_products(fit, choose, affine, rank=rank, seed=seed, start=layer)
+        by_rank[rank] = solve_products(fit, choose, affine, rank=rank, start=layer, **options)
         layer = by_rank[rank].layer
     return by_rank
 
@@ -342,16 +362,18 @@ def probe_products(
         used = recruitment(layer, affine, report)
         return outcome(layer, affine, report).to_dict() | {"recruitment": used}
 
-    search = solve_products if solver == "ours" else train_products
+    prepared = Prepared(fit, choose, affine) if solver == "ours" else None
+    search = partial(solve_products, prepared=prepared) if prepared else train_products
     tried = [search(fit, choose, affine, rank=rank, seed=seed + i) for i in range(seeds)]
     record, layer = best_of(tried, scores)
     parameters = size_of(layer)
     record |= {"parameters": parameters, "beyond_map": parameters - affine.parameters}
     record["ranks"] = None
-    if solver == "ours":
+    if prepared:
+        by_rank = rank_sweep(fit, choose, affine, RANKS, seed, prepared)
         record["ranks"] = [
             {"rank": r, "converged": fitted.converged, "seconds": fitted.seconds}
             | scores(fitted.layer)
-            for r, fitted in rank_sweep(fit, choose, affine, RANKS, seed).items()
+            for r, fitted in by_rank.items()
         ]
     return record, {"bilinear": layer}

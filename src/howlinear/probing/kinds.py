@@ -121,3 +121,17 @@ SLOW: dict[str, Probe] = {  # made only on request
 }
 PROBES = FAST | SLOW
 KINDS: tuple[str, ...] = tuple(PROBES)
+COSTS = "swapping"
+SECONDS: dict[str, float] = {  # of one block of the built-in model: first guesses at the time left
+    "quantised": 2.0,
+    "where": 4.0,
+    "units": 15.0,
+    "degree": 25.0,
+    "bilinear": 100.0,
+    COSTS: 110.0,
+    "trained": 100.0,  # from here on not measured
+    "dense": 100.0,
+    "poly": 100.0,
+    "seeded": 300.0,
+    "healing": 300.0,
+}

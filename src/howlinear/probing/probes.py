@@ -30,13 +30,21 @@ from howlinear.models import cutting
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
-from howlinear.probing.kinds import KINDS, PROBES, Layers, ProbeSettings, Subject
+from howlinear.probing.kinds import (
+    COSTS,
+    KINDS,
+    PROBES,
+    SECONDS,
+    Layers,
+    ProbeSettings,
+    Subject,
+)
 from howlinear.probing.results import Probes
 from howlinear.probing.samples import Cast, conjunction, gather, outcome, sample_bytes
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProbe, BlockSwap
 from howlinear.run.folder import RunFolder
-from howlinear.run.work import Progress, Work
+from howlinear.run.work import Progress, Steps, Work
 from howlinear.swapping.maps import RunMaps, match
 
 logger = logging.getLogger(__name__)
@@ -73,6 +81,7 @@ def probe(
     predict, predicted, notes = _predicted(model, predict, settings)
     written = {"rows": sizes, "seed": settings.seed, **predicted}
     result = Probes([], {}, None, written, notes, settings.about)
+    steps = _steps(settings.kinds, len(at_blocks), costs=predict is not None)
     for group in _groups(model, at_blocks, sum(sizes.values()), settings.memory):
         samples = [gather(model, group, windows) for windows in texts]
         for block in group:
@@ -81,11 +90,13 @@ def probe(
             swap_map = partial(_swap_map, model, Path(folder), run, block)
             subject = Subject(model, block, affine, rows, settings, swap_map, heal_on)
             with evaluating(model):
-                record, result.layers[block.index] = _probe_block(subject, work)
+                record, result.layers[block.index] = _probe_block(subject, work, steps)
             result.blocks.append(record)
             _save(result, folder)
         if predict is not None:
+            began = time.perf_counter()
             result = _with_costs(model, result, group, predict, settings, work)
+            steps.done(COSTS, time.perf_counter() - began, len(group))
         if not settings.keep_layers:
             result.layers.clear()
     _save(result, folder)
@@ -99,13 +110,21 @@ def _save(result: Probes, folder: str | Path) -> None:
         logger.warning("%s", err)
 
 
-def _probe_block(subject: Subject, work: Work) -> tuple[BlockProbe, dict[str, Layers]]:
+def _steps(kinds: Sequence[str], blocks: int, costs: bool) -> Steps:
+    """The probes of all blocks, and what the swaps of a block cost."""
+    return Steps(dict.fromkeys(kinds, blocks) | {COSTS: blocks * costs}, SECONDS)
+
+
+def _probe_block(
+    subject: Subject, work: Work, steps: Steps
+) -> tuple[BlockProbe, dict[str, Layers]]:
+    """Short probes first: they tell soon how long the others will take."""
     linear = outcome(subject.affine, subject.affine, subject.report)
     records: dict[str, Any] = {}
     layers: dict[str, Layers] = {"linear": {"linear": subject.affine}}
-    for kind in subject.settings.kinds:
+    for kind in sorted(subject.settings.kinds, key=lambda kind: SECONDS[kind]):
         began = time.perf_counter()
-        work.begin(f"block {subject.block.index}: {kind}")
+        work.begin(f"block {subject.block.index}: {kind}{steps}")
         try:
             if subject.constant:
                 raise ValueError("the block's output does not vary")
@@ -113,6 +132,7 @@ def _probe_block(subject: Subject, work: Work) -> tuple[BlockProbe, dict[str, La
         except ValueError as reason:  # for example, experts have no hidden units of their own
             records[kind] = {"skipped": str(reason)}
         records[kind]["seconds"] = time.perf_counter() - began
+        steps.done(kind, records[kind]["seconds"])
     block = subject.block
     return BlockProbe(
         index=block.index,

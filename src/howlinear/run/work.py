@@ -4,6 +4,10 @@
     advance = work.begin("swapping", 4096)      # tokens to run
     advance(512)                                # tokens done
 
+    steps = Steps({"fit": 30, "score": 30}, {"fit": 5.0, "score": 1.0})     # how many, how long
+    steps.done("fit", 2.5)                      # seconds
+    work.begin(f"scoring{steps}")               # "scoring, about 80 s left"
+
 Nothing here changes what is measured. Several processes divide one text:
 
     ranks = Ranks.start()                   # under torchrun; one process alone is Ranks()
@@ -30,6 +34,7 @@ from torch import distributed as dist
 
 from howlinear.linear.moments import Moments
 from howlinear.linear.stores import BlockStore
+from howlinear.records.words import duration
 
 Advance = Callable[[int], None]  # called with the number of tokens done
 Progress = Callable[[str, int], Advance]  # called with a label and the number of tokens to run
@@ -182,6 +187,42 @@ class Work:
     def begin(self, label: str, tokens: int = 0) -> Advance:
         """Announce a step; the function to call with tokens done."""
         return _ignore if self.progress is None else self.progress(label, tokens)
+
+
+class Steps:
+    """Steps of several kinds, and the time that those to come will take.
+
+    A kind that was done takes what it took on average. Any other takes time in proportion to its size,
+    a guess, at the rate of the steps that were done.
+    """
+
+    def __init__(self, counts: Mapping[str, int], sizes: Mapping[str, float]) -> None:
+        self.to_come, self.sizes = dict(counts), sizes
+        self.taken: dict[str, list[float]] = {}
+
+    def done(self, kind: str, seconds: float, count: int = 1) -> None:
+        """So many steps of one kind took these seconds."""
+        self.taken.setdefault(kind, []).extend([seconds / count] * count)
+        self.to_come[kind] -= count
+
+    def skip(self, kind: str) -> None:
+        """One step of this kind is not needed."""
+        self.to_come[kind] -= 1
+
+    @property
+    def left(self) -> float | None:
+        """Seconds of all steps to come; None before the first one is done."""
+        if not self.taken:
+            return None
+        sizes = sum(self.sizes[kind] * len(each) for kind, each in self.taken.items())
+        rate = sum(map(sum, self.taken.values())) / sizes
+        each = {kind: size * rate for kind, size in self.sizes.items()}
+        each |= {kind: sum(taken) / len(taken) for kind, taken in self.taken.items()}
+        return sum(count * each[kind] for kind, count in self.to_come.items())
+
+    def __str__(self) -> str:
+        """What a label ends with: empty while nothing is known, and when nothing is to come."""
+        return f", {duration(self.left)} left" if self.left else ""
 
 
 def _ignore(tokens: int) -> None:
