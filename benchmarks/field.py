@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder: its signal.py would hide the standard library's
+if __name__ == "__main__":  # this folder goes last: its signal.py would hide the standard library's
+    sys.path.append(sys.path.pop(0))
 
 import argparse
 import json
@@ -75,6 +76,7 @@ class Field:
         windows = source.fit_windows().ids
         count = max(1, options.fit_tokens // windows.shape[1])
         self.calibration = Calibration(model, spread_rows(windows, count))
+        self.length = min(512, model.config.max_position_embeddings - 1)  # and one more to decode
         self.original = KeptReadout(model)
         self.texts = {DOMAIN: source.held_out("report", self.protocol, options.tokens)[0]}
         for name in OTHERS:
@@ -115,7 +117,7 @@ class Field:
             name: compare_all(self.original, [made.model], ids, self.protocol)[0].to_dict()
             for name, ids in self.texts.items()
         }
-        speed = compare_speeds(made.model, model, length=512, repeats=5, new_tokens=1)
+        speed = compare_speeds(made.model, model, length=self.length, repeats=5, new_tokens=1)
         row = {
             "method": method,
             "size": size,
@@ -140,7 +142,7 @@ class Field:
         )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("--methods", default=",".join(["ours", *METHODS]))
@@ -151,7 +153,7 @@ def main() -> None:
     )
     parser.add_argument("--out", help="a JSON file that results are added to")
     parser.add_argument("--figure", help="draw nats against size into this SVG file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     names = options.methods.split(",")
     if unknown := set(names) - {"ours", *METHODS}:
         parser.error(

@@ -1,5 +1,7 @@
 """Published methods of benchmarks/field.py on a tiny trained model: sizes, closed forms, planted solutions."""
 
+import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from command import inside
 from howlinear.losses.perplexity import text_loss
 from howlinear.models.families import parameter_count
 
@@ -34,17 +37,18 @@ METHODS = {
 @pytest.fixture(scope="module")
 def model():
     folder = Path(__file__).parent / "models" / "llama"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return net.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
 def calibration(model):
     """Text that the model writes itself."""
-    ids = torch.randint(3, 2000, (48, 1), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for _ in range(31):
-            p = model(input_ids=ids).logits[:, -1].softmax(-1)
-            ids = torch.cat([ids, torch.multinomial(p, 1)], 1)
+    torch.manual_seed(0)
+    start = torch.randint(3, 2000, (48, 1))
+    ids = model.generate(
+        start, do_sample=True, min_new_tokens=31, max_new_tokens=31, pad_token_id=0
+    )
     return llama.Calibration(model, ids)
 
 
@@ -241,3 +245,32 @@ def test_seconds_count_what_another_method_had_computed(calibration):
     shared = fresh.kept["sums"][1]
     assert again > shared > 0
     assert first > shared
+
+
+def test_the_command_goes_on_where_it_was_and_refuses_other_settings(short_text, tmp_path, capsys):
+    """Ours and a method that removes layers, on a run of the tiny model."""
+    spec = importlib.util.spec_from_file_location("field_command", BENCHMARKS / "field.py")
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+    text = ("--text-file", short_text, "--tokens", "4096", "--max-length", "64")
+    folder = Path(__file__).parent / "models" / "llama"
+    done = inside("profile", folder, *text, "-o", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    out, drawn = tmp_path / "field.json", tmp_path / "field.svg"
+    common = [str(tmp_path / "run"), "--out", str(out), "--sizes", "10%", "--tokens", "512"]
+    command.main([*common, "--methods", "shortgpt"])
+    first = json.loads(out.read_text())["rows"]
+    command.main([*common, "--methods", "shortgpt,ours", "--figure", str(drawn)])
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[:1] == first  # not measured again
+    assert [row["method"] for row in rows] == ["shortgpt", "ours"]
+    for row in rows:
+        assert row["removed"] >= 0.1
+        assert row["bytes"] == 2 * row["parameters"]
+        assert row["texts"]["its own text"]["delta_nll_se"] > 0
+    assert rows[0]["feed_forward_removed"] == pytest.approx(1 / 8)  # one layer is 10.2 % of all
+    table = capsys.readouterr().out.split("At 10% of all parameters:")[-1]
+    assert "| ours |" in table
+    assert "ours: 1" in drawn.read_text()  # the title of its dot
+    with pytest.raises(ValueError, match="other settings"):
+        command.main([*common, "--methods", "shortgpt", "--tokens", "256"])
