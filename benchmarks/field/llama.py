@@ -221,12 +221,22 @@ class Walk:
         self.batches = [entry(model, part) for part in ids.split(BATCH)]
 
     def watch(
-        self, i: int, modules: Mapping[str, nn.Module], receive: Callable[[dict[str, Tensor]], None]
+        self,
+        i: int,
+        modules: Mapping[str, nn.Module],
+        receive: Callable[[dict[str, Tensor]], None],
+        *,
+        step: bool = False,
     ) -> None:
-        """Run layer i and hand over inputs of its modules, rows (n, width) by name, by batches."""
-        for state, options in self.batches:
+        """Run layer i and hand over inputs of its modules, rows (n, width) by name, by batches.
+
+        With `step` the windows stay behind the layer, where it will not change.
+        """
+        for number, (state, options) in enumerate(self.batches):
             with inputs_of(modules) as rows:
-                through(self.model.model.layers[i], state, options)
+                after = through(self.model.model.layers[i], state, options)
+            if step:
+                self.batches[number] = after, options
             receive(rows)
 
     def step(self, i: int) -> None:
@@ -284,8 +294,7 @@ def original_sums(model: Any, ids: Tensor) -> list[Sums]:
     for i, layer in enumerate(model.model.layers):
         modules = {"x": layer.mlp, "h": layer.mlp.down_proj, "a": layer.self_attn.o_proj}
         every.append(Sums())
-        walk.watch(i, modules, every[-1].add)
-        walk.step(i)
+        walk.watch(i, modules, every[-1].add, step=True)
     return every
 
 
