@@ -1,0 +1,173 @@
+"""Published training-free compression methods beside ours, in one table, on the model of a run.
+
+    python benchmarks/field.py RUN --out field.json --figure field.svg
+    python benchmarks/field.py RUN --out field.json --methods ours,flap --sizes 10%   # a part of it
+    python benchmarks/field.py RUN --fit-tokens 8192 --tokens 1024 --sizes 10%        # a trial
+
+RUN is a run of the built-in model or another one with Llama's architecture (`make demo` leaves one in
+runs/demo). All methods are fitted on the windows of the run and measured on the same texts: the run's text to
+report on, and two texts of other domains. Sizes are shares of all parameters, an embedding that is tied
+counted once; a method that cannot hit a size is measured at the next larger one. Where a
+method has published variants, or its paper leaves a number open, the variant with the lowest loss on
+calibration text is kept, and the table names it.
+
+Every result goes to --out as soon as it is there; the same command goes on with what is missing.
+Differences are paired with the original, in nats per token with standard errors. Prefill is the speed over that
+of the original (512 tokens, taking turns, median of 5). Seconds are those of one size from nothing.
+
+Each method's function says which paper it follows and what it leaves out: benchmarks/field/*.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # this folder goes last: its signal.py would hide the standard library's
+    sys.path.append(sys.path.pop(0))
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from field.layers import angle, replaceme, shortgpt, sleb
+from field.llama import Calibration, Made, feed_forward_count, spread_rows
+from field.lowrank import svd_llm
+from field.ours import Ours
+from field.slicing import slicegpt
+from field.table import figure, markdown
+from field.units import flap, modegpt, obs, olica, wanda
+from howlinear.cli.sources import Loader, RunSource
+from howlinear.losses.perplexity import compare_all
+from howlinear.losses.protocols import held_out_tokens
+from howlinear.losses.readout import KeptReadout
+from howlinear.losses.speed import compare_speeds
+from howlinear.models.corpus import builtin_text
+from howlinear.models.families import parameter_count
+from howlinear.records.files import write_json
+
+OTHERS = ("python-docs", "python-code")
+DOMAIN = "its own text"
+METHODS: dict[str, Callable[[Calibration, int], Made]] = {
+    "wanda-sp": wanda,
+    "flap": flap,
+    "obs": obs,
+    "modegpt": modegpt,
+    "svd-llm": svd_llm,
+    "olica": olica,
+    "sleb": sleb,
+    "shortgpt": shortgpt,
+    "angle": angle,
+    "replaceme": replaceme,
+    "slicegpt": slicegpt,
+}
+
+
+class Field:
+    """A run's model, the texts that all methods are measured on, and the results so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        source = RunSource(Path(options.run))
+        model = source.load(Loader())
+        if model.config.model_type != "llama":
+            raise ValueError(f"{options.run} is of a {model.config.model_type}: expected a llama")
+        self.protocol, self.out = source.protocol(), options.out
+        windows = source.fit_windows().ids
+        count = max(1, options.fit_tokens // windows.shape[1])
+        self.calibration = Calibration(model, spread_rows(windows, count))
+        self.length = min(512, model.config.max_position_embeddings - 1)  # and one more to decode
+        self.original = KeptReadout(model)
+        self.texts = {DOMAIN: source.held_out("report", self.protocol, options.tokens)[0]}
+        for name in OTHERS:
+            text = builtin_text(name).report()
+            more = (source.tokenizer, self.protocol, options.tokens, source.bos)
+            self.texts[name] = held_out_tokens(text, *more)[0]
+        choose = source.held_out("choose", self.protocol, options.tokens)[0]
+        ours = Ours(Path(options.run), choose, self.texts[DOMAIN], self.protocol)
+        self.methods = METHODS | {"ours": ours}
+        self.settings = {
+            "model": source.profile["model"],
+            "fit_tokens": self.calibration.ids.numel(),
+            "tokens": options.tokens,
+        }
+        self.rows = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        if self.out is None or not Path(self.out).exists():
+            return []
+        kept = json.loads(Path(self.out).read_text())
+        if kept["settings"] != self.settings:
+            raise ValueError(f"{self.out} holds results with other settings: name another --out")
+        return kept["rows"]
+
+    def has(self, method: str, size: float) -> bool:
+        return any(row["method"] == method and row["size"] == size for row in self.rows)
+
+    def measure(self, method: str, size: float) -> None:
+        """One method at one size: compress, compare, time, write."""
+        model = self.calibration.model
+        before, blocks = parameter_count(model), feed_forward_count(model)
+        target = -(-round(size * 1e6) * before // 10**6)
+        made, seconds = self.calibration.timed(
+            lambda: self.methods[method](self.calibration, target)
+        )
+        after = parameter_count(made.model)
+        losses = {
+            name: compare_all(self.original, [made.model], ids, self.protocol)[0].to_dict()
+            for name, ids in self.texts.items()
+        }
+        speed = compare_speeds(made.model, model, length=self.length, repeats=5, new_tokens=1)
+        row = {
+            "method": method,
+            "size": size,
+            "note": made.note,
+            "parameters": after,
+            "removed": 1 - after / before,
+            "feed_forward_removed": 1 - feed_forward_count(made.model) / blocks,
+            "bytes": 2 * after,
+            "seconds": seconds,
+            "prefill": speed.prefill.median,
+            "texts": losses,
+        }
+        self.rows.append(row)
+        if self.out is not None:
+            write_json(self.out, {"settings": self.settings, "rows": self.rows})
+        told = losses[DOMAIN]
+        print(
+            f"{method} at {size:.0%}: {row['removed']:.2%} removed, {told['delta_nll']:+.4f} ± "
+            f"{told['delta_nll_se']:.4f} nats, {seconds:.0f} s ({made.note})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("--methods", default=",".join(["ours", *METHODS]))
+    parser.add_argument("--sizes", default="5%,10%,15%,20%", help="shares of all parameters")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each text to measure on")
+    parser.add_argument(
+        "--fit-tokens", type=int, default=30_000, help="of calibration text, at most"
+    )
+    parser.add_argument("--out", help="a JSON file that results are added to")
+    parser.add_argument("--figure", help="draw nats against size into this SVG file")
+    options = parser.parse_args(arguments)
+    names = options.methods.split(",")
+    if unknown := set(names) - {"ours", *METHODS}:
+        parser.error(
+            f"no method {', '.join(sorted(unknown))}: expected {', '.join(['ours', *METHODS])}"
+        )
+    field = Field(options)
+    for name in names:
+        for size in (float(s.rstrip("%")) / 100 for s in options.sizes.split(",")):
+            if not field.has(name, size):
+                field.measure(name, size)
+    print(markdown(field.rows, list(field.texts)))
+    if options.figure:
+        Path(options.figure).write_text(figure(field.rows, DOMAIN))
+
+
+if __name__ == "__main__":
+    main()

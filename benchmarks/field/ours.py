@@ -1,0 +1,38 @@
+"""Ours: prices once, then for each size the plan that removes as much, refitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from field.llama import Calibration, Made, clone
+from howlinear.compression.plan import descent
+from howlinear.compression.prices import Losses, Sizes, price_options
+from howlinear.compression.refitting import Refitter
+from howlinear.compression.search import Search
+from howlinear.export.install import install_maps
+from howlinear.models.families import blocks
+from howlinear.run.work import Work
+
+
+class Ours:
+    """`howlinear compress RUN --remove-params`, with one pricing for all sizes."""
+
+    def __init__(self, folder: Path, choose: Any, report: Any, protocol: Any) -> None:
+        self.folder, self.texts, self.protocol = folder, (choose, report), protocol
+
+    def priced(self, calibration: Calibration) -> tuple[Search, Any]:
+        model, work = calibration.model, Work()
+        at = blocks(model)
+        fitter = Refitter(model, at, calibration.ids, work=work)
+        search = Search(fitter, Sizes(model, at), Losses(model, *self.texts, self.protocol, work))
+        return search, descent(price_options(fitter, search.sizes, search.losses, "auto", "auto"))
+
+    def __call__(self, calibration: Calibration, target: int) -> Made:
+        small = clone(calibration.model)
+        if target <= 0:
+            return Made(small)
+        search, path = calibration.once("ours", lambda: self.priced(calibration))
+        shapes = search.shapes_saving(path, target / search.sizes.total)
+        install_maps(small, search.fitter.refit(shapes))
+        return Made(small, f"{len(shapes)} blocks")
