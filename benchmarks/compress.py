@@ -3,7 +3,7 @@
     python benchmarks/compress.py RUN                       # ours alone
     python benchmarks/compress.py RUN --shares 3%,6%,9%     # fewer points
     python benchmarks/compress.py RUN --baselines           # and simpler methods
-    python benchmarks/compress.py RUN --variants            # the run's plan.json, refitted in other ways
+    python benchmarks/compress.py RUN --variants            # the maps of its compress.json, refitted in other ways
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo); `howlinear swap RUN` first
 lets the baselines rank blocks by measured swap costs. Two questions, answered on text that ours
@@ -28,13 +28,14 @@ from pathlib import Path
 from howlinear import builtin_text
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.compression.compress import CompressSettings, Point, compress_model
-from howlinear.compression.plan import Budget, from_dict
+from howlinear.compression.plan import Budget
 from howlinear.compression.refitting import Refitter
 from howlinear.losses.perplexity import compare_all
 from howlinear.losses.protocols import held_out_tokens
 from howlinear.losses.readout import KeptReadout
 from howlinear.models.hooks import swapped
-from howlinear.records.files import read_json, write_json
+from howlinear.records.fields import BlockCompression
+from howlinear.records.files import write_json
 from howlinear.run.work import Work
 
 
@@ -57,28 +58,29 @@ def against_baselines(points: list[Point], most: float) -> None:
 
 VARIANTS = {  # settings of the refit
     "as it is": {},
+    "not drawn to the block": {"shrink": 0.0},
     "drift not corrected": {"correction": 0.0},
     "drift corrected fully": {"correction": 1.0},
-    "not drawn to the block": {"shrink": 0.0},
 }
 
 
 def variants(run: str, tokens: int) -> None:
-    """The run's plan.json, refitted in several ways and measured on three texts."""
+    """The maps of compress.json, refitted in several ways and measured on three texts."""
     source = RunSource(Path(run))
     model, protocol = source.load(Loader()), source.protocol()
-    plan = from_dict(read_json(Path(run, "plan.json"), "plan"))
-    shapes = {b: (p.rank, p.units) for p in plan for b in source.blocks() if b.index == p.index}
+    made = source.folder.newest("compress", BlockCompression)
+    kept = {b: made[b.index] for b in source.blocks() if made[b.index].replaced}
+    shapes = {b: (record.rank, len(record.units)) for b, record in kept.items()}
     texts = {"its own text": source.held_out("report", protocol, tokens)[0]}
     for name in ("python-docs", "python-code"):
         text = builtin_text(name).report()
         texts[name] = held_out_tokens(text, source.tokenizer, protocol, tokens)[0]
-    original, first, ladders = KeptReadout(model), {}, None
+    original, first = KeptReadout(model), {}
     for name, settings in VARIANTS.items():
         fitter = Refitter(model, list(shapes), source.fit_windows().ids, **settings)
-        fitter.ladders = ladders or fitter.ladders  # the same hidden units
+        for block, record in kept.items():
+            fitter.keep_units(block, record.units)
         maps = fitter.refit(shapes)
-        ladders = fitter.ladders
         for text, held in texts.items():
             (change,) = compare_all(
                 original, [lambda maps=maps: swapped(model, maps)], held, protocol
