@@ -266,6 +266,13 @@ def test_a_state_of_something_else_is_not_used(squeezed, healed, tmp_path, chang
     assert "note" not in fresh.record
 
 
+def test_a_disk_that_is_full_does_not_end_a_training(healed, tmp_path):
+    (tmp_path / "healing").write_text("in the way")
+    result = healed(where=tmp_path / "healing", steps=9)
+    assert_same(result.maps, healed(steps=9).maps)
+    assert "no state was saved" in result.record["note"]
+
+
 @pytest.mark.parametrize("rate", [100.0, float("inf")])
 def test_a_training_that_diverges_leaves_the_maps_as_they_were(squeezed, healed, rate):
     result = healed(learning_rate=rate, every=2)
@@ -346,7 +353,7 @@ def test_a_healed_model_is_written_and_loads(trained, texts, squeezed, healed, t
         torch.testing.assert_close(again(input_ids=texts[2][:2]).logits, want)
 
 
-def test_what_cannot_be_healed_is_refused_in_one_line(trained, texts, squeezed):
+def test_what_cannot_be_healed_is_refused_in_one_line(trained, texts, squeezed, monkeypatch):
     fit, choose, _ = texts
     with pytest.raises(ValueError, match="raise --tokens"):
         heal_all(trained[0], squeezed, fit, choose[:1])
@@ -354,6 +361,18 @@ def test_what_cannot_be_healed_is_refused_in_one_line(trained, texts, squeezed):
         heal_all(trained[0], squeezed, fit[:0], choose)
     with pytest.raises(ValueError, match="without torchrun"):
         heal_all(trained[0], squeezed, fit, choose, work=Work(Ranks(0, 2)))
+    monkeypatch.setattr("howlinear.run.room.available_memory", lambda: 10**5)
+    with pytest.raises(ValueError, match=r"leave out --heal$"):
+        heal_all(trained[0], squeezed, fit, choose)
+
+
+def test_a_model_without_predictions_is_refused_before_the_search(texts, tmp_path):
+    model = tiny.model("bert")
+    ids = texts[0] % 49
+    profile(model, ids).save(tmp_path)
+    named = dict.fromkeys(("fit", "choose", "report"), ids)
+    with pytest.raises(ValueError, match="--heal trains maps on predictions, but "):
+        compress_model(model, tmp_path, **named, at="0", settings=CompressSettings(heal=2))
 
 
 def test_the_learning_rate_rises_and_falls():

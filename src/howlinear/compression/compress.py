@@ -150,7 +150,7 @@ def compress_model(
     sizes = Sizes(model, every, settings.even)
     losses = Losses(model, choose, report, settings.protocol, work)
     if settings.heal:
-        _check_healable(losses, fit)
+        _check_healable(losses, fit, sizes.total)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
     maps = RunMaps(model, Path(folder), run)
@@ -182,11 +182,11 @@ def compress_model(
     )
 
 
-def _check_healable(losses: Losses, fit: Tensor) -> None:
+def _check_healable(losses: Losses, fit: Tensor, parameters: int) -> None:
     """Refuse, before the search, what cannot be healed."""
     if reason := losses.reason or why_no_gradients(losses.model, as_windows(fit), Course()):
         raise ValueError(f"--heal trains maps on predictions, but {reason}")
-    check_healable(fit, as_windows(losses.choose).all_ids, losses.work)
+    check_healable(fit, as_windows(losses.choose).all_ids, parameters, losses.work)
 
 
 def _healed(losses: Losses, maps: dict[Block, Map], fit: Tensor, steps: int, saves: Path) -> Healed:

@@ -42,7 +42,7 @@ from howlinear.run.training import TrainingState
 from howlinear.run.work import Advance, Work
 
 TOKENS = 512  # of one step
-HELD_OUT = 2048  # tokens on which KL is measured
+HELD_OUT = 2048  # tokens on which KL is measured, about
 PATIENCE = 3  # measurements without a lower KL before training ends
 NORM = 1.0  # of gradients, at most
 SHARE = 8  # of the free memory: hidden states that are kept take one part
@@ -76,8 +76,9 @@ class Healed:
     record: dict[str, Any]
 
 
-def check_healable(windows: Tensor, held_out: Tensor, work: Work) -> None:
-    """Refuse, before the work, texts that are too short, and several processes."""
+def check_healable(windows: Tensor, held_out: Tensor, parameters: int, work: Work) -> None:
+    """Refuse, before the work, short texts, several processes, and too little memory to train so many
+    parameters: weights and the best of them, gradients, and two means of the optimiser."""
     if len(held_out) < 2:
         raise ValueError(
             f"healing is stopped by held-out text, and the text for choosing has {len(held_out)} "
@@ -87,6 +88,7 @@ def check_healable(windows: Tensor, held_out: Tensor, work: Work) -> None:
         raise ValueError("the text to fit on is empty: there is nothing to heal on")
     if work.ranks.count > 1:
         raise ValueError("healing runs in one process: call compress --heal without torchrun")
+    room.check_memory(5 * 4 * parameters, "healing needs up to", "leave out --heal")
 
 
 def heal(
@@ -106,7 +108,7 @@ def heal(
     `save_every` seconds, at a measurement; the folder is removed at the end.
     """
     recipe, work = recipe or Recipe(), work or Work()
-    check_healable(windows, held_out, work)
+    check_healable(windows, held_out, sum(fitted.parameters for fitted in maps.values()), work)
     healing = _Healing(model, maps, windows, held_out, recipe)
     state = TrainingState(folder, healing.request(), save_every)
     if (saved := state.read()) is not None:
@@ -132,9 +134,6 @@ class _Healing:
         self.layers = {b: TrainableMap(m, units=recipe.units) for b, m in maps.items()}
         every = [p for layer in self.layers.values() for p in layer.parameters()]
         self.weights = [p for p in every if p.requires_grad and p.numel()]
-        trained = sum(p.numel() for p in self.weights)
-        # gradients, two means of the optimiser, the best weights; the weights exist already
-        room.check_memory(4 * 4 * trained, "healing needs", "replace fewer blocks")
         self.adam = torch.optim.AdamW(self.weights, weight_decay=0.0, fused=True)
         step = max(1, len(held_out) * held_out.shape[1] // HELD_OUT)
         self.held_out, self.windows = held_out[::step], windows

@@ -27,14 +27,15 @@ class TrainableMap(nn.Module):
 
     def __init__(self, fitted: Map, *, units: bool = False) -> None:
         super().__init__()
-        self.dtype = fitted.bias.dtype if not isinstance(fitted, UnitMap) else fitted.write.dtype
         tensors = tensors_of(fitted)
+        self.dtype = tensors["bias"].dtype
         self.weights = nn.ParameterDict(
             {name: nn.Parameter(_copied(value)) for name, value in tensors.items()}
         )
         self.weights["bias"].requires_grad_(bool(tensors["bias"].any()))
         self.hidden: nn.Module | None = None
         if isinstance(fitted, UnitMap):
+            self.hidden_dtype = next(fitted.hidden.parameters()).dtype
             self.hidden = copy.deepcopy(fitted.hidden).float().requires_grad_(False)
             for projection in self.hidden.modules() if units else ():
                 if isinstance(projection, nn.Linear):  # norms inside a block are the model's
@@ -50,7 +51,7 @@ class TrainableMap(nn.Module):
         tensors = {name: p.detach().to(self.dtype).clone() for name, p in self.weights.items()}
         hidden = copy.deepcopy(self.hidden)
         if hidden is not None:
-            hidden.to(self.dtype).requires_grad_(False)
+            hidden.to(self.hidden_dtype).requires_grad_(False)
         return with_tensors(self.map, tensors, hidden)
 
 

@@ -12,6 +12,7 @@ settings, texts or weights to start from) and a damaged one are not used: `probl
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -53,15 +54,21 @@ class TrainingState:
             return None
 
     def write(self, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Write the state after so many steps, and remove the one before."""
+        """Write the state after so many steps, and remove the one before.
+
+        Where that fails (a full disk), the training goes on without saves, and `problem` says so.
+        """
         assert self.folder is not None
         path = self._path(step)
-        write_tensors(path, tensors, kind="training")
         about = {"kind": "training", "schema": SCHEMA, "asked": self.asked}
-        write_json(self.folder / "state.json", {**about, "step": step, "facts": facts})
-        for older in self.folder.glob("*.safetensors"):
-            if older != path:
-                older.unlink()
+        try:
+            write_tensors(path, tensors, kind="training")
+            write_json(self.folder / "state.json", {**about, "step": step, "facts": facts})
+            for older in self.folder.glob("*.safetensors"):
+                if older != path:
+                    older.unlink()
+        except OSError as problem:
+            self.problem, self.every = f"no state was saved in {self.folder}: {problem}", math.inf
         self._last = time.monotonic()
 
     def remove(self) -> None:
