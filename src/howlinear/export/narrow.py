@@ -150,9 +150,9 @@ def _kept(fitted: UnitMap, like: Tensor) -> Units:
     reads: list[tuple[Tensor, Tensor]] = []
     for projection in fitted.hidden.modules():
         if isinstance(projection, nn.Linear):
-            weight, bias = projection.weight.detach().to(like), projection.bias
+            weight, own = projection.weight.detach().to(like), projection.bias
             parts = len(weight) // len(fitted.units)
-            bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().to(like)
+            bias = weight.new_zeros(len(weight)) if own is None else own.detach().to(like)
             reads += zip(weight.chunk(parts), bias.chunk(parts), strict=True)
     return Units(tuple(reads), fitted.write.to(like), like)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class TrainableMap(nn.Module):
                 if isinstance(projection, nn.Linear):  # norms inside a block are the model's
                     projection.requires_grad_(True)
         # its tensors are the parameters: gradients reach them
-        self.map = with_tensors(fitted, self.weights, self.hidden)
+        self.map = with_tensors(fitted, dict(self.weights.items()), self.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.map(x.float()).to(x)
@@ -71,7 +72,8 @@ def tensors_of(fitted: Map) -> dict[str, Tensor]:
 def with_tensors(fitted: Map, tensors: Mapping[str, Tensor], hidden: nn.Module | None) -> Map:
     """The same kind of map with other tensors and, if it keeps hidden units, another module for them."""
     affine = fitted.affine if isinstance(fitted, UnitMap) else fitted
-    changed = replace(affine, **{n: value for n, value in tensors.items() if n != "write"})
+    named: dict[str, Any] = {n: value for n, value in tensors.items() if n != "write"}
+    changed = replace(affine, **named)
     if not isinstance(fitted, UnitMap):
         return changed
     assert hidden is not None
