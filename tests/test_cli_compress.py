@@ -65,6 +65,19 @@ def test_baselines_are_in_the_table(squeezed):
         assert method in done.stdout
 
 
+def test_maps_are_healed_and_the_result_says_from_what_to_what(squeezed, copied, tmp_path):
+    out = tmp_path / "small"
+    done = squeezed("-o", out, "--remove-params", "60%", "--heal", 2)
+    told = " ".join(done.stdout.split())
+    record = json.loads((out / "compress.json").read_text())
+    assert record["healed"]["steps_run"] == 2
+    assert record["settings"]["heal"] == 2
+    assert len(record["curve"]) == 1 + record["healed"]["kept"]
+    assert ("healed: perplexity" if record["healed"]["kept"] else "unhealed maps kept") in told
+    assert "healing, KL" in done.stderr
+    assert not (copied / "healing").exists()
+
+
 def test_a_folder_that_holds_something_is_left_alone(copied, complaint, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
     assert "is not empty" in complaint("compress", copied, "-o", tmp_path, "--blocks", "1")

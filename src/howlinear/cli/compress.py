@@ -14,7 +14,7 @@ from howlinear.cli.printer import Column, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockCompression
 from howlinear.records.files import check_writable
-from howlinear.records.words import number, perplexity, plural, signed, size
+from howlinear.records.words import duration, number, perplexity, plural, signed, size
 from howlinear.run import room
 
 Out = Annotated[Path | None, Option("--out", "-o", help="Folder to write the smaller model to.")]
@@ -47,6 +47,10 @@ Curve = Annotated[
 Baselines = Annotated[
     bool, Option("--baselines", help="Measure simpler methods of the same size, too.")
 ]
+Heal = Annotated[
+    int,
+    Option(help="Steps of training all maps at once on the original's predictions: 200.", min=0),
+]
 DryRun = Annotated[
     bool, Option("--dry-run", help="Write plan.json and compress.json, but no model.")
 ]
@@ -68,6 +72,7 @@ def compress(
     tokens: Tokens = 4096,
     curve: Curve = None,
     baselines: Baselines = False,
+    heal: Heal = 0,
     dry_run: DryRun = False,
     device: flags.Device = "cpu",
     trust_remote_code: flags.TrustRemoteCode = False,
@@ -94,7 +99,7 @@ def compress(
     if exported is not None:
         check_exportable(net, export, add_biases)
         _check_disk(net, exported)
-    amount["settings"] = settings | {"baselines": baselines}
+    amount["settings"] = settings | {"baselines": baselines, "heal": heal}
     result, report = _compressed(source, tokens, amount, ranks)
 
     def write() -> None:
@@ -191,6 +196,7 @@ def _check_memory(net: Any, at: list[Any], windows: Any) -> None:
 
 METHODS = {
     "ours": "refitted along the plan",
+    "healed": "the same, healed",
     "swap": "one matrix each, cheapest swaps first",
     "r2": "one matrix each, highest R2 first",
     "zero": "blocks removed, cheapest first",
@@ -202,7 +208,7 @@ def _matrix(rank: int | None) -> str:
 
 
 def _bold(point: dict[str, Any]) -> str:
-    return "bold" if point["method"] == "ours" else ""
+    return "bold" if point["method"] in ("ours", "healed") else ""
 
 
 def _change(point: dict[str, Any]) -> str:
@@ -244,6 +250,8 @@ def show_compression(
     )
     if data["change"] is not None:
         _show_change(console, data["change"])
+    if data["healed"] is not None:
+        _show_healing(console, data["healed"], data["curve"])
     if data["exported"] is not None:
         _show_export(console, data["exported"])
     if len({point["method"] for point in data["curve"]}) > 1:
@@ -261,6 +269,22 @@ def _show_change(console: Console, change: dict[str, Any]) -> None:
         f"{signed(change['delta_ppl'])} ± {number(change['delta_ppl_se'], 2)}), "
         f"{change['protocol']}, {change['tokens']} tokens that nothing was fitted to or chosen by",
     )
+
+
+def _show_healing(console: Console, record: dict[str, Any], curve: list[dict[str, Any]]) -> None:
+    steps, before = plural(record["steps_run"], "step"), f"KL {number(record['kl_before'], 4)}"
+    if not record["kept"]:
+        why = "diverged" if record["diverged"] else "did not lower KL on the text for choosing"
+        write(console, f"not healed: {steps} of training {why} ({before}); unhealed maps kept")
+        return
+    unhealed = next(p["perplexity"] for p in curve if p["method"] == "ours")
+    write(
+        console,
+        f"healed: perplexity {perplexity(unhealed)} before, {steps} in "
+        f"{duration(record['seconds'])}, {before} to {number(record['kl_after'], 4)} on the text for "
+        "choosing",
+    )
+    write_notes(console, [record["note"]] if record.get("note") else [])
 
 
 def _show_export(console: Console, exported: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from howlinear.compression.baselines import baselines
+from howlinear.compression.healing import Healed, Recipe, check_healable, heal
 from howlinear.compression.plan import Budget, Option, Step, descent, even_descent
 from howlinear.compression.plan import to_dict as plan_file
 from howlinear.compression.prices import Losses, Sizes, price_options, shape_of, shapes_of_named
@@ -27,7 +28,9 @@ from howlinear.linear.affine import Map, UnitMap
 from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import EvalProtocol
 from howlinear.models.families import Block, parameter_count
-from howlinear.models.forward import WindowsLike
+from howlinear.models.forward import WindowsLike, as_windows
+from howlinear.profiling.gradients import why_no_gradients
+from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockCompression, BlockPlan
 from howlinear.records.words import plural, signed
@@ -47,6 +50,7 @@ class CompressSettings:
     curve: Sequence[float] = ()  # shares of the feed-forward parameters to measure at, too
     baselines: bool = False  # measure the baselines beside ours
     even: bool = False  # will all blocks be as wide as the widest, as in a stock model?
+    heal: int = 0  # steps of training all maps at once, after the plan
     protocol: EvalProtocol | str | None = None
 
 
@@ -76,7 +80,9 @@ class Compression(Result):
 
     blocks: list[BlockCompression]
     maps: dict[Block, Map]
-    change: Comparison | None  # on the text for reporting; None: the model predicts no tokens
+    change: (
+        Comparison | None
+    )  # on the text for reporting, healed; None: the model predicts no tokens
     removed: int
     feed_forward: int  # parameters of all measured blocks
     parameters: int  # of the whole model, before
@@ -85,6 +91,7 @@ class Compression(Result):
     notes: list[str]
     about: dict[str, Any] = field(default_factory=dict)
     exported: dict[str, Any] = field(default_factory=dict)  # what `export` wrote, if anything
+    healed: dict[str, Any] = field(default_factory=dict)  # how the maps were trained, if asked for
 
     def plan_dict(self) -> dict[str, Any]:
         """`plan.json`: the replaced blocks, for `--plan`."""
@@ -101,6 +108,7 @@ class Compression(Result):
             else self.removed,
             "change": None if self.change is None else self.change.to_dict(),
             "exported": self.exported or None,
+            "healed": self.healed or None,
             "curve": [p.to_dict(self.feed_forward) for p in self.curve],
             "notes": self.notes,
             "blocks": [b.to_dict() for b in self.blocks],
@@ -133,6 +141,7 @@ def compress_model(
 
     With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity
     may rise by 5 %. Maps are fitted on the windows `fit`, chosen by `choose` and measured on `report`.
+    A budget of perplexity is kept before healing.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()
@@ -140,17 +149,22 @@ def compress_model(
     fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
     sizes = Sizes(model, every, settings.even)
     losses = Losses(model, choose, report, settings.protocol, work)
+    if settings.heal:
+        _check_healable(losses, fit, sizes.total)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
     maps = RunMaps(model, Path(folder), run)
     best, options, path = _choose(search, maps, budget, plan, named, settings)
     points = _ours(search, best, path, settings.curve)
+    healed = _healed(losses, best.maps, fit, settings.heal, RunFolder(folder).healing)
+    if healed.record.get("kept"):
+        points = _compared(losses, [("healed", points[0].removed, healed.maps)]) + points
     if points and settings.baselines and not settings.even:
         most = max(p.removed for p in points)
         points += _compared(losses, baselines(RunFolder(folder), run, sizes, losses, most))
     return Compression(
         blocks=_records(best, sizes, options),
-        maps=best.maps,
+        maps=healed.maps,
         change=points[0].change if points else None,
         removed=sizes.removed(best.maps),
         feed_forward=sizes.total,
@@ -161,8 +175,27 @@ def compress_model(
             "fit_tokens": fit.numel(),
             "budget": asdict(budget) if plan is None and at is None else None,
             **{name: getattr(settings, name) for name in ("rank", "units", "intercept")},
+            **({"heal": settings.heal} if settings.heal else {}),
         },
         notes=_notes(search, best),
+        healed=healed.record,
+    )
+
+
+def _check_healable(losses: Losses, fit: Tensor, parameters: int) -> None:
+    """Refuse, before the search, what cannot be healed."""
+    if reason := losses.reason or why_no_gradients(losses.model, as_windows(fit), Course()):
+        raise ValueError(f"--heal trains maps on predictions, but {reason}")
+    check_healable(fit, as_windows(losses.choose).all_ids, parameters, losses.work)
+
+
+def _healed(losses: Losses, maps: dict[Block, Map], fit: Tensor, steps: int, saves: Path) -> Healed:
+    """The maps, trained on the first text; the second ends the training. As they are without steps."""
+    if not (steps and maps):
+        return Healed(maps, {})
+    held_out = as_windows(losses.choose).all_ids
+    return heal(
+        losses.model, maps, fit, held_out, Recipe(steps=steps), work=losses.work, folder=saves
     )
 
 

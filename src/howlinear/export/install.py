@@ -18,8 +18,8 @@ from torch import nn
 
 from howlinear.export import linear_blocks
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
-from howlinear.models.families import FAMILIES, Block, backbone, projection_shape
-from howlinear.models.units import weight_of
+from howlinear.models.families import FAMILIES, Block, backbone
+from howlinear.models.units import Through, weight_of
 
 
 def install_maps(model: nn.Module, maps: Mapping[Block, Map]) -> None:
@@ -27,16 +27,15 @@ def install_maps(model: nn.Module, maps: Mapping[Block, Map]) -> None:
     base: Any = backbone(model)
     described = [describe(model, block, fitted) for block, fitted in maps.items()]
     originals = [[attrgetter(path)(base) for path in d["steps"]] for d in described]
-    downs = [attrgetter(d["down"])(base) if d["down"] else None for d in described]
     linear_blocks.install(base, described)
-    for d, steps, down, fitted in zip(described, originals, downs, maps.values(), strict=True):
+    for d, steps, fitted in zip(described, originals, maps.values(), strict=True):
         layer = attrgetter(d["steps"][0])(base)
         like = next(p for s in steps if isinstance(s, nn.Module) for p in s.parameters())
         layer.to(like).requires_grad_(False).train(model.training)
         with torch.no_grad():
             _fill_map(layer.linear_mlp, _affine(fitted))
             if isinstance(fitted, UnitMap):
-                _fill_units(layer.units, steps, down, fitted)
+                _fill_units(layer.units, fitted)
     base.config.linear_blocks = [*(getattr(base.config, "linear_blocks", None) or ()), *described]
 
 
@@ -93,18 +92,16 @@ def _fill_map(matrix: Any, affine: Affine | Factored) -> None:
     last.bias.copy_(affine.bias)
 
 
-def _fill_units(units: Any, steps: list[Any], down: nn.Module | None, fitted: UnitMap) -> None:
-    """Copy the rows of the kept hidden units from the block's own projections."""
-    kept = torch.tensor(fitted.units)
-    parts = units.steps() if len(steps) > 1 else [units]
-    for part, step in zip(parts, steps, strict=True):
-        for name, original in step.named_modules() if isinstance(step, nn.Module) else ():
-            if original is down:
+def _fill_units(units: Any, fitted: UnitMap) -> None:
+    """Copy the weights of the kept hidden units, which are those of the map, and the columns they write."""
+    hidden: Any = fitted.hidden
+    parts = units.steps() if len(hidden.steps) > 1 else [units]
+    for part, step in zip(parts, hidden.steps, strict=True):
+        for name, kept in step.named_modules() if isinstance(step, nn.Module) else ():
+            if isinstance(kept, Through):
                 part.get_submodule(name).weight.copy_(fitted.write)
-            elif (shape := projection_shape(original)) is not None:
+            elif isinstance(kept, nn.Linear):
                 narrow = part.get_submodule(name)
-                hidden = shape[1] * len(kept) // narrow.out_features
-                rows = torch.cat([kept + start for start in range(0, shape[1], hidden)])
-                narrow.weight.copy_(weight_of(original)[rows])
-                if original.bias is not None:
-                    narrow.bias.copy_(original.bias[rows])
+                narrow.weight.copy_(kept.weight)
+                if kept.bias is not None:
+                    narrow.bias.copy_(kept.bias)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -124,12 +124,6 @@ class Units:
         reads = tuple((torch.cat([V, W]), torch.cat([v, w])) for (V, v), (W, w) in pairs)
         return Units(reads, torch.cat([self.writes, other.writes], 1), self.bias)
 
-    def take(self, units: Sequence[int], writes: Tensor) -> Units:
-        """Some of the units, with other columns."""
-        at = list(units)
-        reads = tuple((W[at], b[at]) for W, b in self.reads)
-        return Units(reads, writes.to(self.writes), self.bias)
-
     def padded(self, width: int) -> Units:
         """With zero units up to `width`."""
         more = width - len(self)
@@ -149,6 +143,18 @@ def _dense(model: nn.Module) -> Iterator[tuple[Block, Units]]:
             weight, bias = _weights(model, path)
             reads += zip(weight.chunk(parts), bias.chunk(parts), strict=True)
         yield block, Units(tuple(reads), *_weights(model, str(block.down)))
+
+
+def _kept(fitted: UnitMap, like: Tensor) -> Units:
+    """The hidden units that a map keeps, by its own weights of them."""
+    reads: list[tuple[Tensor, Tensor]] = []
+    for projection in fitted.hidden.modules():
+        if isinstance(projection, nn.Linear):
+            weight, own = projection.weight.detach().to(like), projection.bias
+            parts = len(weight) // len(fitted.units)
+            bias = weight.new_zeros(len(weight)) if own is None else own.detach().to(like)
+            reads += zip(weight.chunk(parts), bias.chunk(parts), strict=True)
+    return Units(tuple(reads), fitted.write.to(like), like)
 
 
 def _projections(model: nn.Module, block: Block) -> list[tuple[str, int]]:
@@ -186,7 +192,7 @@ def _embedded(model: nn.Module, shell: nn.Module, block: Block, units: Units, fi
         if _computes(model, block, linear, affine):
             _check_room(shell, block, linear)
             if isinstance(fitted, UnitMap):
-                return linear.beside(units.take(fitted.units, fitted.write))
+                return linear.beside(_kept(fitted, linear.bias))
             return linear
     identity = "act(z) - act(-z) = z" if len(units.reads) == 1 else f"act({OPEN:g}) = {OPEN:g}"
     raise ValueError(f"{block}: its activation does not obey {identity}; {INSTEAD}")

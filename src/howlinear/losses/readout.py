@@ -111,13 +111,18 @@ def head_logits(model: nn.Module, states: Tensor) -> Tensor:
     """(..., vocabulary) in float32: what `model` makes of its backbone's last hidden states.
 
     The model's own forward runs with a backbone that returns at once, so that the soft cap of
-    gemma2 and the scaling of cohere and granite apply here too.
+    gemma2 and the scaling of cohere and granite apply here too. Gradients go back to states that
+    require them.
     """
     flat = states.reshape(1, -1, states.shape[-1])
     ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=states.device)
     decoder: Any = getattr(model, "get_decoder", lambda: model)  # what opt calls
     nets = {backbone(model), decoder()} - {model}
-    with torch.no_grad(), answering(dict.fromkeys(nets, _Answer((flat,)))), evaluating(model):
+    with (
+        torch.set_grad_enabled(states.requires_grad),
+        answering(dict.fromkeys(nets, _Answer((flat,)))),
+        evaluating(model),
+    ):
         logits = model(input_ids=ids).logits
     return logits.float().reshape(*states.shape[:-1], -1)
 

@@ -50,7 +50,7 @@ def taken(model: nn.Module, block: Block, units: Sequence[int]) -> nn.Module:
 def hidden_units(model: nn.Module, block: Block) -> nn.Module:
     """x -> all hidden units, by a copy of the block without hooks that shares its weights."""
     down, steps = _parts(model, block)
-    through = {down: _Through(weight_of(down))}
+    through = {down: Through(weight_of(down))}
     return Chain([rebuilt(step, through) for step in steps])
 
 
@@ -130,7 +130,7 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
     m = weight_of(down).shape[1]
     if not all(0 <= u < m for u in units.tolist()):
         raise ValueError(f"{block} has {m} hidden units, not {units.tolist()}")
-    narrow: dict[nn.Module, nn.Module] = {down: _Through(weight_of(down))}
+    narrow: dict[nn.Module, nn.Module] = {down: Through(weight_of(down))}
     for step in steps:
         for module in step.modules() if isinstance(step, nn.Module) else ():
             shape = projection_shape(module)
@@ -149,7 +149,7 @@ def _sliced(model: nn.Module, block: Block, units: Tensor) -> nn.Module:
     return Chain([rebuilt(step, narrow) for step in steps])
 
 
-class _Through(nn.Identity):
+class Through(nn.Identity):
     """In place of the last projection; has a weight, whose dtype T5 reads."""
 
     def __init__(self, weight: Tensor) -> None:

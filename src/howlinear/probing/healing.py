@@ -10,42 +10,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine, UnitMap
+from howlinear.linear.trainable import TrainableMap
 from howlinear.losses.readout import Readout
 from howlinear.models.families import Block
-from howlinear.models.hooks import as_module, evaluating, swapped
+from howlinear.models.hooks import as_module, evaluating, frozen, swapped
 from howlinear.probing.fitting import descend
 from howlinear.probing.samples import Cast, Layer
 
 LEARNING_RATE = 1e-4
 WINDOWS = 2  # per step
-
-
-class TrainableMap(nn.Module):
-    """A map with weights that can be trained; kept hidden units are frozen."""
-
-    def __init__(self, layer: Affine | UnitMap) -> None:
-        super().__init__()
-        affine = layer.affine if isinstance(layer, UnitMap) else layer
-        assert isinstance(affine, Affine)
-        self.linear = affine.to_linear()
-        self.hidden = Cast(layer.hidden) if isinstance(layer, UnitMap) else None
-        self.write = (
-            nn.Parameter(layer.write.float().clone()) if isinstance(layer, UnitMap) else None
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        if self.hidden is not None and self.write is not None:
-            y = y + nn.functional.linear(self.hidden(x), self.write)
-        return y
 
 
 def heal(
@@ -62,13 +42,13 @@ def heal(
     The trained layer, and a record with the mean loss of each tenth of the steps.
     """
     began = time.perf_counter()
-    layer = copy.deepcopy(layer).float().requires_grad_(True)
-    if isinstance(layer, TrainableMap) and layer.hidden is not None:
-        layer.hidden.requires_grad_(False)
+    layer = copy.deepcopy(layer).float()
+    if not isinstance(layer, TrainableMap):  # which knows what of it is trained
+        layer.requires_grad_(True)
     adam = torch.optim.Adam((p for p in layer.parameters() if p.requires_grad), lr=LEARNING_RATE)
     g = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    with _frozen(model), swapped(model, {block: Cast(layer)}), evaluating(model):
+    with frozen(model), swapped(model, {block: Cast(layer)}), evaluating(model):
         for _ in range(steps):
             ids = windows[torch.randint(len(windows), (WINDOWS,), generator=g)]
             loss = _next_token_loss(model, ids.to(next(model.parameters()).device))
@@ -82,18 +62,6 @@ def heal(
         "tokens": steps * WINDOWS * windows.shape[1],
         "seconds": time.perf_counter() - began,
     }
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter of the model is trained inside."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
 
 
 def _next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -116,7 +84,7 @@ def probe_healing(
         raise ValueError("no windows to fine-tune on")
     Readout(model)  # ValueError for a model without a next-token loss
     fitted = swap_map()
-    start = TrainableMap(fitted).requires_grad_(False)
+    start = TrainableMap(fitted)
     record: dict[str, Any] = {"units": list(getattr(fitted, "units", ()))}
     layers: dict[str, Layer] = {"swapped": start}
     for name, layer in (("healed", start), ("control", as_module(model, block))):

@@ -13,7 +13,8 @@
 A file is called after its kind: swap.json is of kind "swap". It holds the result of one set of
 settings; results of other settings are whole documents in its list `earlier`, newest first.
 `moments/` and `maps/` hold one file of tensors for each block (`run.tensors`); progress.json and
-`partial/` are what a profile that was interrupted resumes from (`run.saving`). Each command writes
+`partial/` are what a profile that was interrupted resumes from (`run.saving`), `healing/` what the
+healing of maps goes on from (`run.training`). Each command writes
 its own file and no other's: what is known of a block is combined when it is read (`costs_in_words`). No
 torch here.
 """
@@ -127,6 +128,11 @@ class RunFolder:
             if each.get("blocks"):
                 records = records_of(self.path(kind), each, record) | records
         return dict(sorted(records.items()))
+
+    @property
+    def healing(self) -> Path:
+        """The state of maps under training, while `howlinear compress --heal` runs."""
+        return self.folder / "healing"
 
     @property
     def monitor(self) -> Path:
@@ -264,7 +270,7 @@ class RunFolder:
         for kind in (*MEASURED, *DERIVED):
             for path in self.folder.glob(f"{kind}.json"):
                 path.unlink()
-        for name in ("moments", "maps"):
+        for name in ("moments", "maps", "healing"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def remove_progress(self) -> None:

@@ -45,7 +45,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         try:
-            save_file(kept, str(temporary), {**about, "crc32": _checksum(kept, about)})
+            save_file(kept, str(temporary), {**about, "crc32": checksum(kept, about)})
         except SafetensorError as err:  # a full disk
             raise OSError(one_line(err)) from None
 
@@ -62,10 +62,10 @@ def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, AttributeError) as err:
         raise ValueError(f"{path} is not a readable safetensors file: {one_line(err)}") from None
-    checksum = metadata.pop("crc32", None)
-    if checksum is None:
+    stated = metadata.pop("crc32", None)
+    if stated is None:
         raise ValueError(f"{path} was not written by howlinear: it has no checksum")
-    if checksum != _checksum(tensors, metadata):
+    if stated != checksum(tensors, metadata):
         raise ValueError(f"{path} is damaged: its checksum does not fit, copy or make it again")
     for name, value in about.items():
         if metadata.get(name) != value:
@@ -73,7 +73,8 @@ def read_tensors(path: Path, **about: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+def checksum(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """Of names, dtypes, shapes and contents of contiguous tensors on the CPU, and of `about`."""
     crc = zlib.crc32(repr(sorted(about.items())).encode())
     for name in sorted(tensors):
         value = tensors[name]
