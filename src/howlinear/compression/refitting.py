@@ -15,8 +15,8 @@ can be learned from the inputs, chosen on windows that were held out (`linear.bl
 original model runs beside the changed one, from the first replaced block on.
 
 Coefficients are drawn towards the block's own weights, those of the matrix towards zero, by SHRINK of each
-column's sum of squares (`Moments.draw_towards`). Thousands of coefficients are fitted to some ten times
-as many rows of one text: maps nearer to the block cost less on held-out text, and far less on other texts.
+column's sum of squares (`Moments.draw_towards`): maps nearer to the block cost a little less on texts other
+than the one they are fitted to.
 """
 
 from __future__ import annotations
