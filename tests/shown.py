@@ -178,9 +178,12 @@ def compress(v):
     curve = [
         {"method": m, "removed": 5, "share": 0.138, "blocks": 117, "perplexity": v.cost}
         | {"delta_ppl": v.cost, "delta_ppl_se": v.cost_se}
-        for m in ("ours", "swap", "r2", "zero")
+        for m in ("healed", "ours", "swap", "r2", "zero")
     ]
-    data = about(change=change, exported=made | loss, curve=curve, removed=v.parameters)
+    healed = {"steps_run": 200, "kl_before": v.cost, "kl_after": v.cost, "kept": v.r2 is not None}
+    healed |= {"diverged": False, "seconds": 1234.5, "note": "a note"}
+    data = about(change=change, exported=made | loss, curve=curve, healed=healed)
+    data["removed"] = v.parameters
     data |= {"feed_forward": 2 * v.parameters, "parameters": 5 * v.parameters}
     n = v.parameters
     blocks = [

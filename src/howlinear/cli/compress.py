@@ -250,8 +250,8 @@ def show_compression(
     )
     if data["change"] is not None:
         _show_change(console, data["change"])
-    if data["healed"] is not None:
-        _show_healing(console, data["healed"], data["curve"])
+    if healed := data.get("healed"):  # not in results of earlier versions
+        _show_healing(console, healed, data["curve"])
     if data["exported"] is not None:
         _show_export(console, data["exported"])
     if len({point["method"] for point in data["curve"]}) > 1:
