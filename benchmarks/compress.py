@@ -58,7 +58,6 @@ def against_baselines(points: list[Point], most: float) -> None:
 
 VARIANTS = {  # settings of the refit
     "as it is": {},
-    "not drawn to the block": {"shrink": 0.0},
     "drift not corrected": {"correction": 0.0},
     "drift corrected fully": {"correction": 1.0},
 }

@@ -295,25 +295,3 @@ def test_nothing_is_made_on_the_default_device(kind):
         got = fit(filled(kind, x, y), ridge=0.5)
         fit(merged([filled(kind, x, y), filled(kind, x, y)]), intercept=False)
     assert torch.equal(got.weight, want.weight)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1e6])
-def test_fits_are_drawn_towards_a_prior(share):
-    """As by numpy's lstsq with one more row for each column; a huge share gives the prior itself."""
-    g = np.random.default_rng(0)
-    x, y, prior = g.normal(5, 2, (300, 110)), g.normal(size=(300, 7)), g.normal(size=(110, 7))
-    moments = Moments(110, 7)
-    moments.update(torch.from_numpy(x), torch.from_numpy(y))
-    mean_x, n = moments.mean_x.clone(), moments.n
-    moments.draw_towards(torch.from_numpy(prior), share)
-    centred, root = x - x.mean(0), np.sqrt(share * ((x - x.mean(0)) ** 2).sum(0))
-    rows = np.vstack([centred, np.diag(root)])
-    targets = np.vstack([y - y.mean(0), root[:, None] * prior])
-    want = np.linalg.lstsq(rows, targets, rcond=None)[0]
-    np.testing.assert_allclose(fit(moments).weight.t().numpy(), want, rtol=1e-7, atol=1e-9)
-    residuals = targets - rows @ want
-    squares = moments.residual_squares(torch.from_numpy(want.T.copy()), fit(moments).bias)
-    np.testing.assert_allclose(squares.numpy(), (residuals**2).sum(0), rtol=1e-7)
-    assert torch.equal(moments.mean_x, mean_x)
-    assert moments.n == n
-    assert (np.abs(want - prior).max() < 1e-4) == (share == 1e6)  # and otherwise it is another fit

@@ -6,13 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from howlinear import Moments, blocks, fit, swapped
-from howlinear.compression.refitting import SHRINK, Refitter, Sums
+from howlinear.compression.refitting import Refitter, Sums
 from howlinear.linear.accumulators import merged
 from howlinear.models import loading
 from howlinear.models.forward import run_rows
 from howlinear.models.hooks import as_module
 from howlinear.models.offload import is_offloaded
-from howlinear.models.units import written
 from howlinear.probing.samples import gather
 
 WINDOWS = torch.randint(3, 49, (60, 16), generator=torch.Generator().manual_seed(0))
@@ -43,7 +42,7 @@ def streams(model, block, maps):
 def test_a_walk_fits_what_block_by_block_does(name):
     model = tiny.model(name)
     at = blocks(model)[:2]
-    fitter = Refitter(model, at, WINDOWS, shrink=0.0)
+    fitter = Refitter(model, at, WINDOWS)
     maps = fitter.refit(dict.fromkeys(at, (None, 0)))
     first = gather(model, at, WINDOWS)[at[0].index]
     want = exactly(first.x, first.y, weights(model, at[0]))
@@ -79,7 +78,7 @@ def test_the_correction_brings_the_stream_nearer(name):
     at = blocks(model)[:2]
     off = {}
     for share in (None, 0.0, 1.0):
-        fitter = Refitter(model, at, WINDOWS, correction=share, shrink=0.0)
+        fitter = Refitter(model, at, WINDOWS, correction=share)
         maps = fitter.refit(dict.fromkeys(at, (None, 0)))
         assert fitter.corrections[at[0]] is None  # nothing before it was replaced
         with swapped(model, {at[0]: maps[at[0]]}):
@@ -198,21 +197,3 @@ def test_an_empty_text_is_told():
     model = tiny.model("llama")
     with pytest.raises(ValueError, match="the text is empty"):
         Refitter(model, blocks(model), WINDOWS[:0]).refit({blocks(model)[0]: (None, 0)})
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_maps_are_drawn_towards_the_block(name):
-    """A huge penalty gives the units' own columns and no matrix; none at all gives least squares."""
-    model = tiny.model(name)
-    at = blocks(model)[:1]
-    maps = {}
-    for shrink in (0.0, SHRINK, 1e9):
-        fitter = Refitter(model, at, WINDOWS, shrink=shrink)
-        fitter.keep_units(at[0], [5, 2, 9])
-        maps[shrink] = fitter.refit({at[0]: (None, 3)})[at[0]]
-    own = written(model, at[0])[:, [5, 2, 9]]
-    off = {shrink: float((fitted.write - own).norm()) for shrink, fitted in maps.items()}
-    matrix = {shrink: float(fitted.affine.weight.norm()) for shrink, fitted in maps.items()}
-    assert off[1e9] < 1e-5 * float(own.norm()) < off[SHRINK] < off[0.0]
-    assert matrix[1e9] < 1e-5 * matrix[0.0]
-    assert matrix[SHRINK] < matrix[0.0]

@@ -186,7 +186,16 @@ def test_strings_from_outside_are_text():
 def planted(value):
     """The same with every string from outside made hostile, keys and our own words left alone."""
     ours = {"broadly linear", "costly", "second", "shuffled", "ours", "swap", "r2", "zero", "sgd"}
-    ours |= {"adam", "adamw", "raw", "whitened", "routed", "shared", "outlier-concentrated"}
+    ours |= {
+        "adam",
+        "adamw",
+        "raw",
+        "whitened",
+        "routed",
+        "shared",
+        "outlier-concentrated",
+        "healed",
+    }
     if isinstance(value, str):
         return value if value in ours else value + HOSTILE
     if isinstance(value, dict):

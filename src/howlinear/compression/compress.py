@@ -254,9 +254,14 @@ def _compared(
     """Other methods on the third text."""
     changes = losses.together([maps for _, _, maps in others], losses.report)
     return [
-        Point(method, removed, change, {b.index: (None, 0) for b in maps})
+        Point(method, removed, change, {b.index: _shape(m) for b, m in maps.items()})
         for (method, removed, maps), change in zip(others, changes, strict=True)
     ]
+
+
+def _shape(replacement: Any) -> Shape:
+    """Of a map; a block that is removed is a matrix without anything beside it."""
+    return shape_of(replacement) if isinstance(replacement, Map) else (None, 0)
 
 
 def _notes(search: Search, best: Trial) -> list[str]:

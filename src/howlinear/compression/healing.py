@@ -291,7 +291,7 @@ class _Healing:
                 p.copy_(tensors[f"weight.{i}"])
                 names = ("exp_avg", "exp_avg_sq")
                 self.adam.state[p] = {n: tensors[f"{n}.{i}"].to(p).clone() for n in names}
-                self.adam.state[p]["step"] = tensors[f"step.{i}"].clone()
+                self.adam.state[p]["step"] = tensors[f"step.{i}"].to(p.device).clone()
                 self.best.append(tensors.get(f"best.{i}", p).detach().clone())
 
 

@@ -13,10 +13,6 @@ after a norm. A map behind replaced blocks is fitted to y + a c: y is the block'
 input, c what would bring the residual stream back to the original model's, and a the share of c that
 can be learned from the inputs, chosen on windows that were held out (`linear.blending`). For this the
 original model runs beside the changed one, from the first replaced block on.
-
-Coefficients are drawn towards the block's own weights, those of the matrix towards zero, by SHRINK of each
-column's sum of squares (`Moments.draw_towards`): maps nearer to the block cost a little less on texts other
-than the one they are fitted to.
 """
 
 from __future__ import annotations
@@ -44,11 +40,10 @@ from howlinear.linear.unit_selection import (
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch
 from howlinear.models.offload import like
-from howlinear.models.units import hidden_count, taken, written
+from howlinear.models.units import hidden_count, taken
 from howlinear.run.work import Work
 
 HELD_OUT = 5  # one batch in so many decides how much of the correction is learned
-SHRINK = 0.2  # see above, and docs/compress.md
 SURVEYED = 8  # rows for each column of [x, hidden units]: so many order the units, all fit the maps
 
 Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidden units kept
@@ -72,11 +67,10 @@ class Refitter:
         *,
         intercept: bool = True,
         correction: float | None = None,
-        shrink: float = SHRINK,
         work: Work | None = None,
     ) -> None:
         """`correction`: the share a of all maps; None: learned, block by block."""
-        self.correction, self.shrink = correction, shrink
+        self.correction = correction
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.work = work or Work()
         self.like = like(model)
@@ -97,8 +91,8 @@ class Refitter:
         `rests` covers every number of hidden units that the elimination passes; at reduced rank those
         in `ranks` (hidden units -> ranks).
         """
-        widest = max(b.d_in + hidden_count(self.model, b) for b in shapes)
-        windows = self.some_windows(SURVEYED * widest)
+        columns = max(b.d_in + hidden_count(self.model, b) for b in shapes)
+        windows = self.some_windows(SURVEYED * columns)
         walk = Walk(self.model, list(shapes), windows, self.work, label)
         maps: dict[Block, list[Map]] = {}
         for block, wanted in shapes.items():
@@ -133,7 +127,6 @@ class Refitter:
 
         walk.read(block, receive, every=units > 0)
         moments = self.work.ranks.added(sums.total()[0])
-        moments.draw_towards(self.prior(block, range(units)), self.shrink)
         if not units:
             explained = float(solve(moments)[1].square().sum() / moments.S_yy.sum())
             self.rests[block] = {(None, 0): 1 - explained}
@@ -174,13 +167,6 @@ class Refitter:
             changed.replace(block, maps[block], fit.outputs)
         return maps
 
-    def prior(self, block: Block, units: Sequence[int], matrix: bool = True) -> Tensor:
-        """(columns, d_out) for the columns [x, these units]: zeros, and what the units write in the block."""
-        rows = [torch.zeros(block.d_in, block.d_out, dtype=torch.float64)] if matrix else []
-        if len(units):
-            rows.append(written(self.model, block)[:, list(units)].t())
-        return torch.cat(rows)
-
     def keep_units(self, block: Block, units: Sequence[int]) -> None:
         """Maps of this block keep these hidden units: no survey has to choose them."""
         self.ladders[block] = (Elimination(list(units), {}),) * 2
@@ -216,8 +202,8 @@ class _Fit:
     def fitted(self, intercept: bool) -> Map:
         """Read the block's rows and solve for its map."""
         block, k, ranks = self.block, len(self.units), self.fitter.work.ranks
-        width = (0 if self.alone else block.d_in) + k
-        sums = Sums(width, block.d_out * (1 + self.corrects), groups=1 + self.corrects)
+        columns = (0 if self.alone else block.d_in) + k
+        sums = Sums(columns, block.d_out * (1 + self.corrects), groups=1 + self.corrects)
 
         def receive(batch: Batch, rows: Rows) -> None:
             parts = [] if self.alone else [rows.x]
@@ -231,17 +217,11 @@ class _Fit:
 
         self.walk.read(block, receive, torch.tensor(self.units) if k else None)
         groups = [ranks.added(moments) for moments in sums.total()]
-        prior = self.fitter.prior(block, self.units, matrix=not self.alone)
-        if self.corrects:
-            prior = torch.cat([prior, torch.zeros_like(prior)], 1)  # of the correction: nothing
-        groups[0].draw_towards(prior, self.fitter.shrink)
         rows: Moments | Blend = groups[0]
         if self.corrects:
             self.share = self.fitter.correction
             if self.share is None:
                 self.share = learned_share(*groups, intercept=intercept)
-            if groups[1].n:
-                groups[1].draw_towards(prior, self.fitter.shrink)
             rows = Blend(merged(groups), self.share)
         self.map = self._solved(rows, intercept).to(self.fitter.like)
         return self.map

@@ -31,6 +31,7 @@ from howlinear.linear.rows import Rows
 from howlinear.linear.scoring import cross_validate, score
 from howlinear.models.families import Block
 from howlinear.models.forward import Batch, Receive, WindowsLike, as_windows, run_rows
+from howlinear.models.offload import like
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums
 from howlinear.run import room
@@ -64,13 +65,14 @@ class TwiceRead:
         self.model, self.windows, self.work = model, as_windows(windows), work
         self.at = sorted(at, key=lambda b: b.index)
         self.kept: dict[Block, list[tuple[Batch, Rows]]] = {}
-        free = room.available_memory()
-        self.keeps = free is not None and self._bytes() <= free // KEPT
+        free, weight = room.available_memory(), like(model)
+        on_cpu = weight.device.type == "cpu"  # `free` says nothing of other devices
+        self.keeps = on_cpu and free is not None and self._bytes(weight.itemsize) <= free // KEPT
 
-    def _bytes(self) -> int:
-        """Of the rows of one rank, in float32."""
+    def _bytes(self, itemsize: int) -> int:
+        """Of the rows of one rank."""
         columns = sum(b.d_in + b.d_out for b in self.at)
-        return 4 * columns * self.windows.tokens // self.work.ranks.count
+        return itemsize * columns * self.windows.tokens // self.work.ranks.count
 
     def read(self, receive: Receive, label: str) -> None:
         """The first reading: the model runs. `receive(batch, block, rows)`, batch by batch."""
@@ -87,7 +89,7 @@ class TwiceRead:
         if not self.keeps:
             self._run(receive, label)
             return
-        tokens = self.windows.tokens
+        tokens = self.windows.tokens // self.work.ranks.count
         advance = self.work.begin(label, tokens * len(self.at))
         for block in self.at:
             for batch, rows in self.kept.pop(block, ()):

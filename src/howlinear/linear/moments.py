@@ -137,20 +137,6 @@ class Moments(Accumulator):
             panel[:, :cut] = wide[: len(panel), :cut]
             panel[:, cut:] = wide[: len(panel), self.d_in - i :]
 
-    def draw_towards(self, prior: Tensor, share: float) -> None:
-        """Add rows that draw the coefficients of every fit towards a prior (d_in, d_out).
-
-        A fit then minimises sum w |y - M'x|^2 + share sum_j s_j |M_j - prior_j|^2, s_j being the centred sum
-        of squares of column j of x: a ridge around the prior. Means and the number of rows stay as they are.
-        """
-        self._require_rows()
-        added, prior = share * self.S_xx.diagonal(), prior.to(self._yy)
-        for i, panel in self._views():
-            part = added[i : i + len(panel)]
-            panel.diagonal().add_(part)
-            panel[:, self.d_in - i :] += part[:, None] * prior[i : i + len(panel)]
-        self._yy += added @ prior.square()
-
     # -- reading ----------------------------------------------------------------------------------
 
     def _mean(self) -> Tensor:

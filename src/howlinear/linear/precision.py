@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from howlinear.linear.accumulators import TILE, merged
+from howlinear.linear.accumulators import merged
 from howlinear.linear.moments import Moments
 from howlinear.linear.solving import column_scale, smallest_eigenvalue, solve_factored
 
@@ -30,8 +30,7 @@ def float32_shift(before: Sequence[Moments], x: Tensor, y: Tensor) -> float:
 
     `before` are float64 sums so far, x (n, d_in) and y (n, d_out) some more rows; together more rows than
     columns. The map of all is scored on these rows twice, by products in either precision; the changes of
-    all output features add without their signs. The result is for one tile: sums of fewer rows round less, by
-    the root of their number, and errors of many tiles cancel further.
+    all output features add without their signs. One tile is measured: errors of many cancel further.
     """
     shift = before[0].shift if before else None
     exact = Moments(x.shape[-1], y.shape[-1], shift=shift, device=x.device)
@@ -50,8 +49,7 @@ def float32_shift(before: Sequence[Moments], x: Tensor, y: Tensor) -> float:
     xy32 -= xy
     change = rounded.S_yy - exact.S_yy + ((W @ xx32) * W).sum(1) - 2 * (W * xy32.t()).sum(1)
     total = float(exact.S_yy.sum())
-    share = float(change.abs().sum()) / total if total > 0 else math.inf
-    return share * max(1.0, math.sqrt(TILE / len(x)))
+    return float(change.abs().sum()) / total if total > 0 else math.inf
 
 
 def is_resolved(sums: Moments) -> bool:

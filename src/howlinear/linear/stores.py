@@ -179,9 +179,8 @@ class BlockStore:
 
     def _decide(self, rows: Rows) -> None:
         """Make products in float32 if that is harmless for the rows so far and these; once they are enough."""
-        enough = 2 * self.block.d_in + 1
-        body = (rows.position > 0).nonzero().flatten()[: min(TILE, enough)]
-        if sum(b.n for b in self.body) + len(body) < enough:
+        body = (rows.position > 0).nonzero().flatten()[:TILE]
+        if sum(b.n for b in self.body) + len(body) <= 2 * self.block.d_in:
             return
         before = [cast(Moments, b.narrow(self.block.d_in)) for b in self.body if b.n]
         self.undecided = False

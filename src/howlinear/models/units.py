@@ -75,17 +75,12 @@ def writes(model: nn.Module, block: Block) -> Tensor | None:
     """(m,) squared norms of each hidden unit's column of the last projection; None where units
     cannot be computed alone."""
     try:
-        taken(model, block, [0])
-        return written(model, block).square().sum(0)
+        down, steps = _parts(model, block)
+        with resident(steps):
+            taken(model, block, [0])
+            return weight_of(down).detach().cpu().double().square().sum(0)
     except ValueError:
         return None
-
-
-def written(model: nn.Module, block: Block) -> Tensor:
-    """(d_out, m) the last projection: what each hidden unit writes. Float64, on the CPU."""
-    down, steps = _parts(model, block)
-    with resident(steps):
-        return weight_of(down).detach().cpu().double()
 
 
 def sinks(hidden: Tensor, norms: Tensor, most: int = MOST) -> tuple[Tensor, Tensor]:
