@@ -4,7 +4,7 @@
     save(small, folder)                              # plain `from_pretrained` loads it
 
 A map W x + b with W = B A of rank r is a few stock hidden units. Hidden units of the original that a
-map keeps are added unchanged:
+map keeps are added as they are:
 
     ungated: up = [A; -A], down = [B, -B]             2 r units: act(z) - act(-z) = z
     gated:   gate = 0 x + 32, up = A / 32, down = B   r units: act(32) = 32 in every float format

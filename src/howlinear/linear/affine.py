@@ -107,7 +107,7 @@ class Factored:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UnitMap:
-    """y ~ W x + b + D h_S: an affine map beside a few hidden units that are kept unchanged.
+    """y ~ W x + b + D h_S: an affine map beside a few of the block's hidden units.
 
     One unit can write rows hundreds of times larger than the rest (the attention sink). As one
     more input of the regression, it leaves the matrix free to fit all other rows.
