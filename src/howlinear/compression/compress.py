@@ -80,9 +80,7 @@ class Compression(Result):
 
     blocks: list[BlockCompression]
     maps: dict[Block, Map]
-    change: (
-        Comparison | None
-    )  # on the text for reporting, healed; None: the model predicts no tokens
+    change: Comparison | None  # on the text for reporting; None: the model predicts no tokens
     removed: int
     feed_forward: int  # parameters of all measured blocks
     parameters: int  # of the whole model, before
