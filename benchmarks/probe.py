@@ -18,7 +18,7 @@ sys.path.pop(0)  # this folder: its profile.py would hide the standard library's
 import argparse
 
 from howlinear import Moments, blocks, builtin_text, fit, load, windows
-from howlinear.models.families import depth_indices
+from howlinear.models.naming import depth_indices
 from howlinear.probing import bilinear
 from howlinear.probing.bilinear import solve_products, train_products
 from howlinear.probing.ladder import regressions

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.linalg
 import statsmodels.api as sm
@@ -15,6 +16,7 @@ from mpmath import mp, mpf
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
+import howlinear as hl
 from howlinear.linear.accumulators import merged
 from howlinear.linear.moments import TSQR, Moments
 from howlinear.linear.scoring import (
@@ -437,3 +439,31 @@ def test_accumulators_add_up_without_their_last_columns(kind):
     whole = moments_of(kind, torch.cat([x, u])[:, :6], torch.cat([y, v]))
     assert (both.n, both.d_in) == (110, 6)
     np.testing.assert_allclose(fit(both).weight, fit(whole).weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "lists", "a data frame", "tensors", "whole numbers"])
+def test_rows_in_memory_are_fitted_as_by_scikit_learn(kind):
+    x = np.random.default_rng(0).standard_normal((200, 5))
+    x = np.round(10 * x).astype(int) if kind == "whole numbers" else x
+    y = np.tanh(x @ np.arange(10.0).reshape(5, 2))
+    convert = {
+        "lists": np.ndarray.tolist,
+        "a data frame": pd.DataFrame,
+        "tensors": torch.from_numpy,
+    }
+    given = [convert.get(kind, lambda rows: rows)(rows) for rows in (x, y)]
+    affine, theirs = hl.fit(*given), LinearRegression().fit(x, y)
+    assert np.allclose(affine.predict(given[0]), theirs.predict(x), atol=1e-10)
+    moments = hl.Moments(5, 2)
+    moments.update(*given)
+    assert torch.equal(hl.fit(moments).weight, affine.weight)
+
+
+def test_one_output_and_weights_in_memory():
+    rng = np.random.default_rng(1)
+    x, y, weight = rng.standard_normal((99, 3)), rng.standard_normal(99), rng.uniform(size=99)
+    x.flags.writeable = False
+    affine = hl.fit(hl.Moments.from_arrays(x, y, weight))
+    assert np.allclose(affine.weight[0], LinearRegression().fit(x, y, weight).coef_, atol=1e-12)
+    with pytest.raises(ValueError, match="expected \\(rows, columns\\)"):
+        hl.fit(y, y)

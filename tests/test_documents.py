@@ -69,6 +69,15 @@ def test_windows_have_the_document_in_which_they_begin(letters):
     assert "document" not in cutting.spread_windows(Documents("a" * 100), letters, 10)
 
 
+def test_mixed_windows_are_all_there_and_each_text_is_spread():
+    parts = [torch.full((n, 3), float(k)) for k, n in enumerate((12, 6, 1))]
+    mixed = cutting.mixed(parts)[:, 0].tolist()
+    assert sorted(mixed) == [0] * 12 + [1] * 6 + [2]
+    for half in (mixed[:9], mixed[10:]):
+        assert half.count(0) in (5, 6)
+        assert half.count(1) == 3
+
+
 def test_held_out_windows_are_spread_over_the_whole_text(letters):
     text = Documents.joined([chr(97 + i) * 100 for i in range(20)])  # a to t
     sample = cutting.spread_windows(text, letters, 10, tokens=200)

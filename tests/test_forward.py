@@ -1,8 +1,9 @@
 """Whatever a user passes becomes the same batches; one loop runs them and hands out rows."""
 
-from collections import UserDict
+from collections import UserDict, UserList
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +29,10 @@ PASSED = {
     "lists": (IDS.tolist(), [2, 2, 1], True),
     "a list of windows": (list(IDS), [2, 2, 1], True),
     "a list of numpy windows": (list(IDS.numpy()), [2, 2, 1], True),
+    "a dataset's column": (UserList(IDS.tolist()), [2, 2, 1], True),
+    "a numpy array of lists": (np.array([*IDS.tolist(), None], object)[:5], [2, 2, 1], True),
+    "a data frame's column": (pd.Series(list(IDS.numpy())), [2, 2, 1], True),
+    "columns": ({"input_ids": UserList(IDS.tolist()), "attention_mask": MASK}, [2, 2, 1], False),
     "a dict": ({"input_ids": IDS}, [2, 2, 1], True),
     "windows made before": (as_windows(IDS), [2, 2, 1], True),
     "a dict with a mask": ({"input_ids": IDS, "attention_mask": MASK}, [2, 2, 1], False),

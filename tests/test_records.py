@@ -78,7 +78,7 @@ def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
 
 
 def test_index_ranges_read_as_blocks_takes_them():
-    from howlinear.models.families import depth_indices
+    from howlinear.models.naming import depth_indices
     from howlinear.records.words import ranges
 
     assert ranges([3, 5, 9, 10, 11, 12]) == "3,5,9-12"

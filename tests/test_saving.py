@@ -300,3 +300,14 @@ def test_known_goes_with_the_moments(llama, tmp_path):
     assert torch.equal(store.gradients.gradient, sample.gradient)
     assert torch.equal(store.gradients.x, sample.x)
     assert (again.units, again.shares) == (known.units, known.shares)
+
+
+def test_the_first_save_comes_after_a_minute(tmp_path, monkeypatch, llama):
+    clock, stores = [0.0], profile(llama, WINDOWS, at=0, signal=False).stores
+    monkeypatch.setattr("howlinear.run.saving.time.monotonic", lambda: clock[0])
+    saves, due = Saves(tmp_path, {}, 600), []
+    for seconds in (59, 60, 600, 661):
+        clock[0] = float(seconds)
+        due.append(saves.due)
+        saves.tick(stores, seconds)
+    assert due == [False, True, False, True]

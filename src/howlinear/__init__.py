@@ -46,6 +46,7 @@ _HOME = {
     "install_maps": "export.install",
     "compare_runs": "profiling.comparing",
     "merge_runs": "profiling.merging",
+    "residuals": "profiling.token_errors",
     "LinearityMonitor": "profiling.monitor",
     "LinearityCallback": "profiling.monitor",
 }
@@ -75,6 +76,7 @@ __all__ = [
     "merge_runs",
     "probe",
     "profile",
+    "residuals",
     "score",
     "spread_windows",
     "swap_costs",
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     from howlinear.profiling.monitor import LinearityCallback, LinearityMonitor
     from howlinear.profiling.passes import Course
     from howlinear.profiling.profiler import Profile, profile
+    from howlinear.profiling.token_errors import residuals
 
 
 def __getattr__(name: str) -> Any:

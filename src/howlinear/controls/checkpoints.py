@@ -15,6 +15,7 @@ from torch import nn
 
 from howlinear.controls.results import profiled
 from howlinear.models.forward import WindowsLike, as_windows
+from howlinear.models.naming import BlockNames
 from howlinear.records.fields import MONITORED
 from howlinear.records.words import plural
 from howlinear.report.results import Result
@@ -75,7 +76,7 @@ class Training(Result):
         name: str,
         about: dict[str, Any],
         *,
-        at: str | None = None,
+        at: BlockNames = None,
         work: Work | None = None,
     ) -> None:
         """Profile one more checkpoint; `about` is what `models.loading.describe` says of it."""

@@ -31,6 +31,7 @@ from howlinear.linear.moments import Moments
 from howlinear.models.families import Block, blocks
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
+from howlinear.models.naming import BlockNames
 from howlinear.probing.samples import Cast
 from howlinear.records.statistics import Sums, over_blocks, pearson, r2s
 from howlinear.run.work import Work
@@ -42,7 +43,7 @@ def matched(
     model: nn.Module,
     windows: WindowsLike,
     *,
-    at: str | None = None,
+    at: BlockNames = None,
     folds: int = 5,
     seed: int = 0,
     work: Work | None = None,

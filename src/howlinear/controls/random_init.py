@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from howlinear.controls.results import Control, mean, profiled
 from howlinear.models.forward import WindowsLike, as_windows
+from howlinear.models.naming import BlockNames
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, pearson
@@ -37,7 +38,7 @@ def random_init(
     trained: Profile | None = None,
     seeds: int = 3,
     shuffled: bool = False,
-    at: str | None = None,
+    at: BlockNames = None,
     folds: int = 5,
     work: Work | None = None,
 ) -> Control:

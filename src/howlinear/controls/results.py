@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from howlinear.models.forward import WindowsLike
+from howlinear.models.naming import BlockNames
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.statistics import Sums, jackknife
@@ -59,7 +60,7 @@ def profiled(
     windows: WindowsLike,
     work: Work,
     *,
-    at: str | None,
+    at: BlockNames,
     folds: int,
     advance: Advance,
 ) -> Profile:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from howlinear.linear.tiles import KeptRows, check_all_finite, mean_row
+from howlinear.linear.tiles import KeptRows, as_rows, check_all_finite, mean_row
 
 TILE = 2048  # rows of one product
 
@@ -73,8 +73,25 @@ class Accumulator:
 
     # -- adding rows ------------------------------------------------------------------------------
 
-    def update(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
-        """Add rows: x (..., d_in), y (..., d_out), weight (...). Nothing changes if they are refused."""
+    @classmethod
+    def from_arrays(cls, x: Any, y: Any, weight: Any = None, *, precision: str = "float64") -> Self:
+        """Of rows in memory: x (n, d_in), y (n, d_out) or (n,), weight (n,), tensors or arrays."""
+        x, y = as_rows(x), as_rows(y)
+        if y.ndim == 1:
+            y = y[:, None]
+        if x.ndim < 2:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (rows, columns)")
+        rows = cls(x.shape[-1], y.shape[-1], device=x.device, precision=precision)
+        rows.update(x, y, weight)
+        return rows
+
+    def update(self, x: Any, y: Any, weight: Any = None) -> None:
+        """Add rows: x (..., d_in), y (..., d_out), weight (...), as tensors, numpy arrays or lists.
+
+        Nothing changes if they are refused.
+        """
+        x, y = as_rows(x), as_rows(y)
+        weight = None if weight is None else as_rows(weight)
         self._check_rows(x, y, weight)
         self._enter(x, y, weight, self.precision)
 

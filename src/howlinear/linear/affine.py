@@ -11,9 +11,13 @@ Notation: W (d_out, d_in), b (d_out,). Every map is called with x (..., d_in) an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from howlinear.linear.tiles import as_rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,6 +34,11 @@ class Affine:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight.to(x), self.bias.to(x))
+
+    def predict(self, x: Any) -> np.ndarray:
+        """y of rows x (n, d_in), which may be a numpy array, a data frame or lists; in float64."""
+        y: np.ndarray = self(as_rows(x).double()).cpu().numpy()
+        return y
 
     def __repr__(self) -> str:
         return f"<Affine map of {self.d_in} to {self.d_out}, inputs of rank {self.rank}>"

@@ -36,6 +36,11 @@ class Rows:
     _starts: Tensor | None = None  # (B,) `starts` of the block, for an expert's rows
     _scale: float = 1.0  # of y before the residual add
 
+    @property
+    def lead(self) -> tuple[int, int]:
+        """(B, L), with padding."""
+        return self._lead
+
     def copied(self) -> Rows:
         """x and y alone, to be kept after `receive`."""
         x, y = self.x.clone(), self.y.clone()

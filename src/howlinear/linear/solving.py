@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from howlinear.linear.accumulators import Accumulator, merged
 from howlinear.linear.affine import Affine
+from howlinear.linear.moments import Moments
 
 if TYPE_CHECKING:
     from howlinear.linear.blending import Blend
@@ -33,14 +34,18 @@ log = logging.getLogger(__name__)
 EPS = float(torch.finfo(torch.float64).eps)
 
 
-def fit(moments: Accumulator, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
-    """The exact least-squares map. `ridge` adds ridge * |W|^2 to the sum of squares.
+def fit(moments: Any, y: Any = None, *, intercept: bool = True, ridge: float = 0.0) -> Affine:
+    """The exact least-squares map of moments, or of rows in memory: `fit(x, y)`, as in scikit-learn.
+
+    `ridge` adds ridge * |W|^2 to the sum of squares.
 
     O(d_in^2 (d_in / 3 + d_out)). Fewer rows than columns is refused unless there is a ridge; inputs
     that lack rank give the least-norm map, a warning and `rank < d_in`.
     """
     if not (ridge >= 0 and math.isfinite(ridge)):
         raise ValueError(f"ridge must be finite and not negative, got {ridge}")
+    if y is not None:
+        moments = Moments.from_arrays(moments, y)
     columns = moments.d_in + intercept
     if ridge == 0 and moments.n < columns:
         raise ValueError(

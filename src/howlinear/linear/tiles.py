@@ -12,11 +12,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _local = threading.local()
+
+
+def as_rows(rows: Any) -> Tensor:
+    """A tensor as it is; numpy arrays, data frames and lists as one, whole numbers as float64."""
+    if isinstance(rows, Tensor):
+        return rows
+    array = np.asarray(rows)
+    if array.dtype not in (np.float16, np.float32):
+        array = array.astype(np.float64, copy=False)
+    if not array.flags.writeable:  # torch shares the memory, and warns
+        array = array.copy()
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 class KeptRows:

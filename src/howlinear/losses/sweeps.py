@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -100,22 +100,27 @@ class Sweep:
 
 def swap_costs(
     model: nn.Module,
-    maps: Mapping[int, Replacement],
+    maps: Mapping[Any, Replacement],
     windows: WindowsLike,
     *,
     protocol: EvalProtocol | str | None = None,
     batch_size: int = 8,
     progress: Advance | None = None,
 ) -> list[SwapCost]:
-    """The cost of replacing each block alone, by depth index, on windows (n, length) of token ids.
+    """The cost of replacing each block alone, in depth order, on windows (n, length) of token ids.
 
-    `maps` may hold anything that takes x (..., d_in) to y (..., d_out). A map of a profile replaces
-    the module that it was fitted on, whatever its index. `windows` may also be one stream of tokens
-    with a protocol; see `losses.protocols`. `progress` is called with tokens done.
+    `maps` has, for blocks named as in `blocks`, anything that takes x (..., d_in) to y (..., d_out). A
+    map of a profile replaces the module that it was fitted on, whatever its index. `windows` may also
+    be one stream of tokens with a protocol; see `losses.protocols`. `progress` is called with tokens done.
     """
     by_index = {block.index: block for block in blocks(model)}
-    chosen = {i: maps[i] for i in sorted(maps)}  # once: a run's maps are read from files
-    variants = [(_block_of(model, by_index, i, fitted), fitted) for i, fitted in chosen.items()]
+    variants: list[Variant] = []
+    for name, fitted in maps.items():  # once: a run's maps are read from files
+        if isinstance(name, SupportsIndex):
+            variants.append((_block_of(model, by_index, name.__index__(), fitted), fitted))
+        else:
+            variants += [(block, fitted) for block in blocks(model, name)]
+    variants.sort(key=lambda variant: variant[0].index)
     work = Work(batch_size=batch_size, progress=None if progress is None else lambda *_: progress)
     return sweep(model, variants, windows, protocol=protocol, work=work).costs
 

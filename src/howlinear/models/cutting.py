@@ -97,6 +97,14 @@ def spread_windows(
     return {"input_ids": frame.cut(stream, firsts)} | _numbers(sizes, firsts)
 
 
+def mixed(parts: Sequence["torch.Tensor"]) -> "torch.Tensor":
+    """Windows of several texts, each text evenly spread over the result."""
+    import torch
+
+    places = [(torch.arange(len(part)) + 0.5) / len(part) for part in parts]
+    return torch.cat(list(parts))[torch.cat(places).argsort(stable=True)]
+
+
 def _excerpts(text: str, tokenizer: Any, long: int, room: int) -> tuple[list[int], list[int]]:
     """Tokens of excerpts of `long` characters in all, each of whole windows; how many each has."""
     count = max(2, min(EXCERPTS, long // (16 * room)))  # so that long windows fit

@@ -3,6 +3,7 @@
     for block in blocks(model):             # one Block per feed-forward network, in depth order
         print(block.index, block.path, block.d_in, block.d_out)
     blocks(model, "3,5,9-12")               # or a regular expression on module paths
+    blocks(model, [3, -1])                  # or a list of indices, paths, patterns and blocks
 
 `hooks` reads and replaces them. Notation, for one token: x enters the block (after the norm before
 it), y leaves it (before dropout, before an output norm, before the residual add), h is the residual
@@ -18,14 +19,21 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 from torch import Tensor, nn
 
+from howlinear.models.naming import (
+    BlockName,
+    BlockNames,
+    depth_indices,
+    depth_of,
+    one_by_one,
+    path_of,
+)
 from howlinear.models.twins import impurity
-from howlinear.records.words import ranges
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Block:
 
 
 Replacement = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 class StandIn(nn.Module):
@@ -159,35 +168,75 @@ DOWNS = ("down_proj", "c_proj", "fc2", "w2", "wo", "dense_4h_to_h", "fc_out", "l
 # -- finding blocks -------------------------------------------------------------------------------
 
 
-def blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
-    """Every block in depth order, or those that `pattern` chooses.
+def blocks(model: nn.Module, at: BlockNames = None) -> list[Block]:
+    """Every block in depth order, or those that `at` names.
 
-    A pattern of digits, commas, dashes and blanks means depth indices ("3,5,9-12"); anything else
-    is a regular expression, searched in the blocks' paths, then in those of other stacks (`left_out`).
-    One that matches no block makes a block of each outermost module whose whole path it matches.
-    Chosen blocks keep their depth index.
+    A whole number is a depth index, from the end if negative. A text is a block's path; or digits,
+    commas, dashes and blanks for depth indices ("3,5,9-12"); or a regular expression, searched in the
+    blocks' paths, then in those of other stacks (`left_out`). One that matches no block makes a block
+    of each outermost module whose whole path it matches. A `Block` is itself, and a list may mix all
+    of these. Chosen blocks keep their depth index.
     """
+    if at is not None and not isinstance(at, str):
+        return list(dict.fromkeys(b for name in one_by_one(at) for b in _named(model, name)))
     name = type(model).__name__
     known, why = _from_table(model), ""
     if not known:
         known, why = _from_structure(model, *_text_part(model))
-    if pattern is None or re.fullmatch(r"[\d,\-\s]*", pattern):
+    if at is None or re.fullmatch(r"[\d,\-\s]*", at):
         if not known:
             raise ValueError(f"no feed-forward blocks in {name}: {why}; name them: --blocks REGEX")
-        at = range(len(known)) if pattern is None else depth_indices(pattern, range(len(known)))
-        return [known[i] for i in at]
+        chosen = range(len(known)) if at is None else depth_indices(at, range(len(known)))
+        return [known[i] for i in chosen]
+    return _matching(model, at, known)
+
+
+def by_block(model: nn.Module, values: Mapping[Any, T]) -> dict[Block, T]:
+    """Values by block, of values by any name of a block; a pattern gives its value to all it matches."""
+    found: dict[Block, T] = {}
+    for name, value in values.items():
+        for block in blocks(model, name):
+            if block in found:
+                raise ValueError(f"{block} is named twice")
+            found[block] = value
+    return found
+
+
+def one_block(model: nn.Module, name: BlockName) -> Block:
+    """The block of this name; ValueError where it names several."""
+    found = blocks(model, name)
+    if len(found) > 1:
+        raise ValueError(f"{name!r} names {len(found)} blocks, expected one: {found[0]}, ...")
+    return found[0]
+
+
+def _named(model: nn.Module, name: BlockName) -> list[Block]:
+    if isinstance(name, Block):
+        return [name]
+    if isinstance(name, str):
+        return blocks(model, name)
+    if not isinstance(name, SupportsIndex):
+        return blocks(model, path_of(name))
+    every = blocks(model)
+    return [every[depth_of(name, range(len(every)))]]
+
+
+def _matching(model: nn.Module, pattern: str, known: list[Block]) -> list[Block]:
+    """The block with this path, or those that a regular expression finds."""
+    if exact := [b for b in known if b.path == pattern]:
+        return exact
     try:
         wanted = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"--blocks {pattern!r} is not a regular expression: {error}") from None
     chosen = [b for b in known if wanted.search(b.path)]
-    chosen = chosen or [b for b in left_out(model) if wanted.search(b.path)]
+    chosen = chosen or [b for b in left_out(model) if b.path == pattern or wanted.search(b.path)]
     chosen = chosen or _from_pattern(model, wanted)
     if not chosen:
         like = known[0].path if known else [path for path, _ in model.named_modules()][-1]
         raise ValueError(
-            f"--blocks {pattern!r} matches no block and no module's whole path in {name}, where "
-            f"paths look like {like}"
+            f"--blocks {pattern!r} matches no block and no module's whole path in "
+            f"{type(model).__name__}, where paths look like {like}"
         )
     return chosen
 
@@ -426,23 +475,3 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     if module is None:
         raise ValueError(f"{type(model).__name__} has no module {path}: blocks of another model?")
     return module
-
-
-def depth_indices(text: str, there: Sequence[int], flag: str = "--blocks") -> list[int]:
-    """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12; all must be `there`."""
-    chosen: set[int] = set()
-    for part in text.replace(",", " ").split():
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise ValueError(f"{flag} {text!r}: {part!r} is no index and no range such as 9-12")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"{flag} {text!r}: {part!r} ends before it begins")
-        if last > max(there) or not set(there).issuperset(range(first, last + 1)):
-            raise ValueError(
-                f"{flag} {text!r}: {part!r} is not among the blocks, which are {ranges(there)}"
-            )
-        chosen.update(range(first, last + 1))
-    if not chosen:
-        raise ValueError(f"{flag} {text!r} names no block; write indices such as 3,5,9-12")
-    return sorted(chosen)

@@ -10,7 +10,7 @@
 | passed | read as |
 |---|---|
 | tensor, numpy array or lists of ids, (n, length) | n windows of token ids, cut into batches |
-| list of windows, (length,) each | the same |
+| list or dataset column of windows, (length,) each | the same |
 | dict of tensors, BatchEncoding | model inputs of n windows, cut into batches |
 | list, generator or DataLoader of the above | batches, as they come |
 
@@ -36,6 +36,7 @@ from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
 from howlinear.models.families import Block, backbone, blocks, call_options
 from howlinear.models.hooks import evaluating, tap
+from howlinear.models.naming import BlockNames
 from howlinear.models.offload import check_weights, device_of
 from howlinear.run.work import Work
 
@@ -159,6 +160,7 @@ def as_windows(windows: WindowsLike) -> Windows:
     """The one place that tells apart what a user may pass; ValueError in one line otherwise."""
     if isinstance(windows, Windows):
         return windows
+    windows = _unpacked(windows)
     if isinstance(windows, str | bytes) or not isinstance(windows, Iterable):
         raise ValueError(f"{EXPECTED}; got {type(windows).__name__}")
     if _is_window(windows):
@@ -175,6 +177,15 @@ def as_windows(windows: WindowsLike) -> Windows:
 def as_stream(ids: WindowsLike) -> Tensor | None:
     """Token ids (n,) where one stream of them was passed, as tensor, numpy array or list."""
     return _tensor(IDS, ids) if _is_window(ids) else None
+
+
+def _unpacked(value: Any) -> Any:
+    """A column of windows as a list: of a dataset, a data frame, or a numpy array of arrays."""
+    of_objects = str(getattr(value, "dtype", "")) == "object"
+    sequence = isinstance(value, Sequence) and not isinstance(value, list | tuple | str | bytes)
+    if of_objects or (sequence and len(value) and _is_window(value[0])):
+        return list(value)
+    return value
 
 
 def _is_array(value: Any) -> bool:
@@ -234,6 +245,7 @@ def _inputs(batch: Any) -> dict[str, Tensor]:
 def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
+    value = _unpacked(value)
     try:
         if _is_windows(value) and _is_array(value[0]):
             return torch.stack([torch.as_tensor(v) for v in value])
@@ -307,7 +319,7 @@ def run_rows(
     windows: WindowsLike,
     receive: Receive,
     *,
-    at: Sequence[Block] | None = None,
+    at: BlockNames = None,
     units: Mapping[int, Tensor | None] | None = None,
     work: Work | None = None,
     label: str = "",
@@ -319,8 +331,8 @@ def run_rows(
     block that runs twice. With a label, progress is reported in tokens.
     """
     work, text, forward = work or Work(), as_windows(windows), Forward(model)
-    at = list(blocks(model) if at is None else dict.fromkeys(at))
-    ran_once = _ran_once(forward, at, text)
+    chosen = blocks(model, at)
+    ran_once = _ran_once(forward, chosen, text)
     advance = work.begin(label, text.tokens) if label else None
     batch: Batch
     missing: set[Block] = set()
@@ -331,10 +343,10 @@ def run_rows(
         if ran_once and not missing:
             raise StopForward
 
-    with tap(model, take, at=at, units=units):
+    with tap(model, take, at=chosen, units=units):
         for batch in text.batches(work.batch_size):
             if work.ranks.mine(batch.number):
-                missing.update(at)
+                missing.update(chosen)
                 forward(batch.inputs)
                 ran_once = True
             if advance is not None:

@@ -2,7 +2,7 @@
 
     with tap(model, receive):               # receive(block, rows), once per block and forward
         model(input_ids, attention_mask=mask)
-    with swapped(model, {block: linear}):   # the block computes linear(x), the rest stays
+    with swapped(model, {3: linear}):       # block 3 computes linear(x), the rest stays
         model(input_ids)
     layer = as_module(model, block)         # the block alone: y = layer(x)
 
@@ -37,11 +37,15 @@ from howlinear.models.families import (
     _module,
     backbone,
     blocks,
+    by_block,
+    one_block,
 )
+from howlinear.models.naming import BlockName, BlockNames
 
 
-def as_module(model: nn.Module, block: Block) -> nn.Module:
+def as_module(model: nn.Module, block: BlockName) -> nn.Module:
     """The block as one module x -> y. It shares the model's weights and leaves out dropout."""
+    block = one_block(model, block)
     try:
         return Chain([attrgetter(path)(model) for path in block.steps])
     except AttributeError as error:
@@ -56,12 +60,12 @@ def tap(
     model: nn.Module,
     receive: Receive,
     *,
-    at: Sequence[Block] | None = None,
+    at: BlockNames = None,
     units: Mapping[int, Tensor | None] | None = None,
 ) -> Iterator[None]:
     """Call `receive(block, rows)` once per block and forward of `model` or its backbone.
 
-    `at` are the blocks to read (default: all). `units` adds hidden units to the rows: block index ->
+    `at` names the blocks to read, as in `blocks` (default: all). `units` adds hidden units to the rows: block index ->
     unit numbers, or None for all units of that block; it may change between forwards. Rows leave
     out padding, the zeros of the call's 2-D attention mask; a mask of another length than a block's
     rows (image patches, audio frames, one decoding step) is ignored for that block.
@@ -70,8 +74,7 @@ def tap(
     that runs twice in one forward (shared layers, chunked feed-forward) raises a RuntimeError. So
     does a block that did not run in some forward, when the `with` ends without another error.
     """
-    at = blocks(model) if at is None else at
-    hooks = _TapHooks(model, receive, at, {} if units is None else units)
+    hooks = _TapHooks(model, receive, blocks(model, at), {} if units is None else units)
     try:
         hooks.attach()
         yield
@@ -91,7 +94,7 @@ class _TapHooks:
         units: Mapping[int, Tensor | None],
     ) -> None:
         self.model, self.receive, self.units = model, receive, units
-        self.at = list(dict.fromkeys(at))
+        self.at = at
         self.handles: list[Any] = []
         self.running: nn.Module | None = None  # the model or its backbone, whichever was called
         self.parts: dict[Block, dict[str, Tensor]] = {}  # of blocks not complete in this forward
@@ -226,16 +229,17 @@ def _unpadded(mask: Any) -> tuple[tuple[int, int], Tensor] | None:
 
 
 @contextmanager
-def swapped(model: nn.Module, replacements: Mapping[Block, Replacement]) -> Iterator[None]:
+def swapped(model: nn.Module, replacements: Mapping[Any, Replacement]) -> Iterator[None]:
     """Run `model` with blocks replaced: inside the `with`, y = replacements[block](x).
 
+    Blocks are named as in `blocks`; a pattern replaces every block that it matches.
     x has the layer's shape, (..., d_in). Residual, norms and dropout stay; the block's own weights
     do not run. Replacements that are modules are part of the model inside the `with`, so gradients,
     `parameters()` and `train()` reach them. May be nested.
     """
     plan = [
         (path, stand_in)
-        for block, replacement in replacements.items()
+        for block, replacement in by_block(model, replacements).items()
         for path, stand_in in _stand_ins(model, block, replacement)
     ]
     slots: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name, original

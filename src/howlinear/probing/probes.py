@@ -30,6 +30,7 @@ from howlinear.models import cutting
 from howlinear.models.families import Block, projection_shape
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
+from howlinear.models.naming import BlockNames
 from howlinear.probing.kinds import (
     COSTS,
     KINDS,
@@ -60,7 +61,7 @@ def probe(
     choose: WindowsLike,
     report: WindowsLike,
     settings: ProbeSettings | None = None,
-    at: str | None = None,
+    at: BlockNames = None,
     predict: WindowsLike | None = None,
     heal_on: Tensor | None = None,
     progress: Progress | None = None,

@@ -1,6 +1,6 @@
 """Profiles side by side: correlations, mean shifts, and maps of one text scored on another.
 
-    result = compare_runs(["runs/wikitext", "runs/code"])
+    result = compare_runs(["runs/wikitext", "runs/code"])       # or profiles: compare_runs([a, b])
     result.pairs[0]["pearson"], result.pairs[0]["mean_shift"], result.crossed[0]["r2"]
 
 Everything is read from run folders; no model is loaded. Runs of one model on different texts are
@@ -24,7 +24,7 @@ from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import agreement, fold_sums, jackknife, r2s, same_windows
 from howlinear.records.words import short_names, signed
 from howlinear.report.results import Result
-from howlinear.run.tensors import read_moments
+from howlinear.run.tensors import Saved, read_moments
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,18 +79,17 @@ class RunComparison(Result):
         return f"{len(self.names)} runs; mean shift of R2 {', '.join(shifts) or '-'}{more}"
 
 
-def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
-    """Compare every run with every other."""
-    if len(folders) < 2:
+def compare_runs(runs: Sequence[str | Path | Profile]) -> RunComparison:
+    """Compare every run, a folder or a `Profile`, with every other."""
+    if len(runs) < 2:
         raise ValueError("one run has nothing to be compared with: name two or more")
-    paths = [Path(folder) for folder in folders]
-    profiles = [Profile.load(path) for path in paths]
-    names = short_names(paths)
+    profiles = [run if isinstance(run, Profile) else Profile.load(run) for run in runs]
+    names = _names(runs)
     notes = []
     if len({p.settings.get("protocol") for p in profiles}) > 1:
         notes.append("the runs follow different protocols: their numbers are not of one kind")
     pairs = []
-    for i, j in combinations(range(len(paths)), 2):
+    for i, j in combinations(range(len(runs)), 2):
         if len(profiles[i].blocks) != len(profiles[j].blocks):
             notes.append(
                 f"{names[i]} and {names[j]} have {len(profiles[i].blocks)} and "
@@ -108,18 +107,27 @@ def compare_runs(folders: Sequence[str | Path]) -> RunComparison:
             pair["largest_shift_at"] = profiles[i].blocks[at].index
         pairs.append({"a": names[i], "b": names[j], **pair})
     crossed = []
-    for i, j in permutations(range(len(paths)), 2):
+    for i, j in permutations(range(len(runs)), 2):
         if _crossable(profiles[i], profiles[j]):
-            scored = crossed_r2(profiles[i], paths[j], profiles[j])
+            scored = crossed_r2(profiles[i], profiles[j])
             crossed.append({"fit": names[i], "scored": names[j], **scored})
     return RunComparison(names, profiles, pairs, crossed, notes)
 
 
-def crossed_r2(fitted: Profile, folder: Path, scored: Profile) -> dict[str, Any]:
+def _names(runs: Sequence[str | Path | Profile]) -> list[str]:
+    """Short names of folders; profiles are numbered."""
+    paths = [Path(run) for run in runs if not isinstance(run, Profile)]
+    folders = iter(short_names(paths) if paths else [])
+    named = enumerate(runs, 1)
+    return [f"profile {i}" if isinstance(run, Profile) else next(folders) for i, run in named]
+
+
+def crossed_r2(fitted: Profile, scored: Profile) -> dict[str, Any]:
     """R2 of one run's maps on the rows of another, each fold around its own mean."""
+    assert isinstance(scored.maps, Saved)
     sums: list[list[list[float]]] = []
     for block in scored.blocks:
-        parts = read_moments(folder, block)
+        parts = read_moments(scored.maps.folder, block)
         affine, folds = fitted.maps[block.index], []
         for g in range(len(parts[PARTS[0]])):
             rows = merged([parts[part][g] for part in PARTS], block.d_in)
@@ -135,7 +143,9 @@ def _shown(b: BlockProfile) -> dict[str, Any]:
 
 
 def _crossable(a: Profile, b: Profile) -> bool:
-    """The same weights on different texts."""
+    """The same weights on different texts, with the moments of the second in a run folder."""
+    if not isinstance(b.maps, Saved):
+        return False
     weights = [(p.about.get("model") or {}).get("weights") for p in (a, b)]
     texts = [(p.about.get("corpus") or {}).get("fingerprint") for p in (a, b)]
     same = [(x.index, x.d_in, x.d_out) for x in a.blocks] == [

@@ -32,8 +32,9 @@ from transformers import TrainerCallback
 
 from howlinear.linear.folds import check_rows
 from howlinear.models.families import Block, blocks
-from howlinear.models.forward import as_windows
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.hooks import evaluating
+from howlinear.models.naming import BlockNames
 from howlinear.profiling.profiler import Profile, profile
 from howlinear.records.fields import MONITORED
 from howlinear.records.files import SCHEMA, atomic, clean, read_monitor
@@ -55,10 +56,10 @@ class LinearityMonitor:
     def __init__(
         self,
         model: nn.Module,
-        windows: Tensor,
+        windows: WindowsLike,
         *,
         every: int | Collection[int] = 500,
-        at: str | None = None,
+        at: BlockNames = None,
         folds: int = 5,
         batch_size: int = 8,
         max_overhead: float | None = 0.05,
@@ -71,9 +72,10 @@ class LinearityMonitor:
         # of a compiled model the original: hooks on the wrapper do not run
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.blocks: list[Block] = blocks(self.model, at)
-        split, widest = as_windows(windows).folds(folds), max(b.d_in for b in self.blocks)
-        check_rows(windows.shape[0], windows.shape[1], widest, split)
-        self.windows, self.every, self.folds = windows, every, folds
+        text, widest = as_windows(windows), max(b.d_in for b in self.blocks)
+        split, ids = text.folds(folds), text.all_ids
+        check_rows(ids.shape[0], ids.shape[1], widest, split)
+        self.windows, self.every, self.folds = ids, every, folds
         self._cells = list(split.cells)
         self.batch_size, self.max_overhead = batch_size, max_overhead
         self.rows: list[dict[str, Any]] = []

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from howlinear.linear.precision import HARMLESS
 from howlinear.linear.stores import BlockStore, is_wide
 from howlinear.models.families import Block, blocks, left_out
 from howlinear.models.forward import WindowsLike, as_windows
+from howlinear.models.naming import BlockName, BlockNames, indices_of
 from howlinear.profiling.gathering import Scope, at_first, finish, gather
 from howlinear.profiling.passes import Course
 from howlinear.profiling.scores import Measured, is_expert, measure_store
@@ -111,6 +113,38 @@ class Profile(Result):
     def _line(self) -> str:
         return f"{plural(len(self.blocks), 'block')}, R2 {extremes((b.index, b.r2) for b in self.blocks)}"
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a line a block and the fields of its record as columns."""
+        return imported("pandas", "to_dataframe").DataFrame([b.to_dict() for b in self.blocks])
+
+    def plot(self, axes: Any = None) -> Any:
+        """R2 over depth with its standard errors, drawn by matplotlib. Returns the axes."""
+        if axes is None:
+            _, axes = imported("matplotlib.pyplot", "plot").subplots()
+        depth, r2s, errors, body = zip(
+            *((b.index, *map(_or_nan, (b.r2, b.r2_se, b.r2_body))) for b in self.blocks),
+            strict=True,
+        )
+        axes.errorbar(depth, r2s, yerr=errors, marker="o", label="R2")
+        axes.plot(depth, body, linestyle="--", label="R2 without first positions")
+        axes.set_xlabel("block")
+        axes.set_ylabel("R2")
+        axes.legend()
+        return axes
+
+    def W_skip(self, block: BlockName, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """A block's map as the skip connection of a transcoder, under the names of its parameters.
+
+        {"W_skip": (d_out, d_in), "b_dec": (d_out,)}: y ~ x @ W_skip.T + b_dec, x being the block's input
+        after its norm and y its output before the residual add. b_dec holds the whole intercept: a
+        transcoder whose features add to it starts from this b_dec, without another mean of y.
+        """
+        chosen = indices_of(block, {b.index: b.path for b in self.blocks})
+        if len(chosen) > 1:
+            raise ValueError(f"{block!r} names {len(chosen)} blocks, expected one")
+        affine = self.maps[chosen.pop()]
+        return {"W_skip": affine.weight.to(dtype), "b_dec": affine.bias.to(dtype)}
+
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write the run folder; profile.json last, because it marks the run as complete.
 
@@ -149,12 +183,25 @@ class Profile(Result):
         return cls(records, maps, features, [], settings, about, experts)
 
 
+def imported(name: str, method: str) -> Any:
+    """A package that is not required; ImportError in one line where it is missing."""
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise ImportError(f"{method} needs {package}: pip install {package}") from None
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 @torch.inference_mode(False)  # expected costs need gradients, and sums are added to later
 def profile(
     model: nn.Module,
     windows: WindowsLike,
     *,
-    at: Sequence[Block] | str | None = None,
+    at: BlockNames = None,
     folds: int = 5,
     protocol: str = "default",
     experts: str | None = None,
@@ -166,29 +213,29 @@ def profile(
     """Measure every block (or those `at`) on windows: a LongTensor (n, length), or batches of them.
 
     Batches may also be dicts of model inputs with masks, pixels or audio features; padding is left
-    out. `experts` measures each expert of a mixture too: on the tokens "routed" to it, or on "all".
+    out. `at` is as in `blocks`. `experts` measures each expert of a mixture too: on tokens "routed" to it or "all".
     `signal` estimates what a swap costs, by a backward pass over 1020 tokens: `expected_kl`, None layer by
     layer, offloaded, without a next-token loss, and for inputs other than repeatable token ids.
     `batch_size` (8) is in windows. `course` is how the work is carried out: solver, precision, seed,
     processes, saves. `progress` is called with the number of tokens of each batch done.
     """
     text, course = as_windows(windows), course_with(course, batch_size, progress)
-    at = blocks(model, at) if at is None or isinstance(at, str) else list(at)
+    chosen = blocks(model, at)
     scope, tokens = Scope(folds, protocol, experts, signal), text.tokens
     split = scope.split(text)
     if text.ids is not None:
-        check_rows(len(text.ids), text.ids.shape[1], max(b.d_in for b in at), split)
+        check_rows(len(text.ids), text.ids.shape[1], max(b.d_in for b in chosen), split)
     measured: list[Measured] = []
     kept: list[BlockStore] = []
     unexpected = scope.why_unexpected(model, text, course)
-    for stores in gather(model, text, at, scope, course, unexpected):
+    for stores in gather(model, text, chosen, scope, course, unexpected):
         whole = [store for store in stores if not is_expert(store)]
         tokens = max([tokens, *course.ranks.gather(max([0, *(store.n for store in whole)]))])
         measured += _at_first(course, stores, _measure_all(stores, split, tokens))
         kept += whole if course.saves is None else []
         del stores, whole  # before the next ones are made
     settings = scope.settings(course, split, text) | {"tokens": tokens, "window": text.length}
-    settings |= {"no_expected_kl": unexpected or None, **_unread(model, at)}
+    settings |= {"no_expected_kl": unexpected or None, **_unread(model, chosen)}
     return _assembled(course, measured, kept, settings)
 
 

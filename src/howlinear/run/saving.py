@@ -25,6 +25,8 @@ from howlinear.records.files import SCHEMA, clean, read_json, write_json
 from howlinear.run.folder import RunFolder
 from howlinear.run.tensors import fill_store, save_moments
 
+FIRST = 60.0  # seconds until the first save, where saves are further apart
+
 
 class Saves:
     """What is on disk of a profile under way.
@@ -45,7 +47,7 @@ class Saves:
     ) -> None:
         self.run, self.every, self.rank = RunFolder(folder), every, rank
         self.asked, self.done = dict(asked), set[str]()
-        self._last = time.monotonic()
+        self._last, self._saved = time.monotonic(), False
         self.together: int | None = None  # blocks at a time, as the pass began
         self.overwrite = overwrite
         if rank == 0:
@@ -78,8 +80,9 @@ class Saves:
 
     @property
     def due(self) -> bool:
-        """Have `every` seconds passed since the last save?"""
-        return time.monotonic() - self._last >= self.every
+        """Have `every` seconds passed since the last save? The first one comes after a minute."""
+        wait = self.every if self._saved else min(self.every, FIRST)
+        return time.monotonic() - self._last >= wait
 
     def _write_progress(self) -> None:
         about = {"kind": "progress", "schema": SCHEMA, "asked": self.asked}
@@ -116,7 +119,7 @@ class Saves:
         for old in older:
             (old / "pass.json").unlink(missing_ok=True)  # first: half a save must not look complete
             shutil.rmtree(old, ignore_errors=True)
-        self._last = time.monotonic()
+        self._last, self._saved = time.monotonic(), True
         return True
 
     def finish(self, store: BlockStore) -> None:

@@ -6,8 +6,7 @@ maps.plain(block), maps.map(block, 2)       # least squares; with two sink units
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from howlinear.linear.affine import Affine, UnitMap
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
-from howlinear.models.families import Block, Replacement, block_at, depth_indices
+from howlinear.models.families import Block, Replacement, block_at
 from howlinear.models.forward import Batch, WindowsLike, run_rows
+from howlinear.models.naming import BlockNames, indices_of
 from howlinear.models.units import taken
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile
@@ -32,9 +32,9 @@ UNITS = (0, 1, 2, 4)  # sink units that a map may keep
 WEIGHTINGS = ("none", "body", "stream", "output")
 
 
-def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, BlockProfile]]:
+def match(model: nn.Module, run: Profile, at: BlockNames) -> list[tuple[Block, BlockProfile]]:
     """The model's blocks beside the run's, or those `at`; a run of another model is refused."""
-    wanted, pairs = measured(at, {p.index: p.path for p in run.blocks}), []
+    wanted, pairs = indices_of(at, {p.index: p.path for p in run.blocks}), []
     for p in run.blocks:
         b = block_at(model, p.path)
         if b is None or (b.d_in, b.d_out) != (p.d_in, p.d_out):
@@ -46,21 +46,6 @@ def match(model: nn.Module, run: Profile, at: str | None) -> list[tuple[Block, B
         if p.index in wanted:
             pairs.append((replace(b, index=p.index), p))
     return pairs
-
-
-def measured(at: str | None, paths: Mapping[int, str]) -> set[int]:
-    """The indices that `--blocks` names among the blocks of a run, given by index and path."""
-    if at is None:
-        return set(paths)
-    if re.fullmatch(r"[\d,\-\s]*", at):
-        return set(depth_indices(at, list(paths)))
-    try:
-        wanted = {index for index, path in paths.items() if re.search(at, path)}
-    except re.error as err:
-        raise ValueError(f"--blocks {at!r} is not a regular expression: {err}") from None
-    if not wanted:
-        raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
-    return wanted
 
 
 class RunMaps:

@@ -32,6 +32,7 @@ from howlinear.models.families import Block
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.models.hooks import as_module
 from howlinear.models.loading import weights_fingerprint
+from howlinear.models.naming import BlockNames
 from howlinear.profiling.profiler import Profile
 from howlinear.records.fields import BlockProfile, BlockSwap
 from howlinear.records.statistics import over_blocks, spearman
@@ -142,7 +143,7 @@ def measure_swaps(
     choose: WindowsLike,
     report: WindowsLike,
     fit: WindowsLike | None = None,
-    at: str | None = None,
+    at: BlockNames = None,
     options: SwapOptions = DEFAULTS,
     work: Work | None = None,
     about: Mapping[str, Any] | None = None,
