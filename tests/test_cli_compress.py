@@ -44,6 +44,44 @@ def test_a_smaller_model_is_written_loads_and_says_how_it_was_made(squeezed, cop
     assert json.loads((copied / "compress.json").read_text())["removed"] == record["removed"]
 
 
+def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_path):
+    more = tmp_path / "more.txt"
+    more.write_text("for i in range(10):\n    print(i, i * i)\n\n" * 900)
+    plain = json.loads(squeezed("--dry-run", "--blocks", "0", "--json").stdout)
+    shown = squeezed("--dry-run", "--blocks", "0", "--also-fit", more).stdout
+    assert f"{more}:perplexity" in "".join(shown.split())  # long paths are broken over lines
+    data = json.loads((copied / "compress.json").read_text())
+    own, other = data["texts"]
+    assert own["tokens"] == other["tokens"] == plain["settings"]["fit_tokens"]
+    assert data["settings"]["fit_tokens"] == 2 * own["tokens"]
+    assert other["name"] == str(more)
+    assert own["change"] == data["change"] != plain["change"]  # of another map, on the same text
+    assert other["change"]["changed"] != own["change"]["changed"]
+    assert plain["texts"] is None
+    for wrong, why in (([tmp_path / "none.txt"], "--also-fit"), ([more, more], "on already")):
+        flags = [part for path in wrong for part in ("--also-fit", path)]
+        done = here("compress", copied, "--dry-run", *flags)
+        assert done.returncode == 2
+        assert why in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_path):
+    dense = (little / "model" / "model.safetensors").stat().st_size
+    out, wanted = tmp_path / "small", int(0.96 * dense)
+    squeezed("-o", out, "--target-size", wanted)
+    assert 0.9 * wanted < (out / "model.safetensors").stat().st_size <= wanted
+    for flags, why in (
+        (["--target-size", "small"], "is not a size"),
+        (["--speedup", "0.9"], "above 1"),
+        (["--speedup", "1.1", "--remove-params", "5%"], "exclude each other"),
+        (["--speedup", "1.1", "--export", "narrow"], "--export hf"),
+    ):
+        done = here("compress", copied, "--dry-run", *flags)
+        assert done.returncode == 2
+        assert why in done.stderr
+
+
 def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):
     squeezed("--dry-run", "--blocks", "0,2", "--keep-units", 2)
     plan = json.loads((copied / "plan.json").read_text())

@@ -12,10 +12,13 @@ from howlinear import blocks, profile, swapped
 from howlinear.compression.compress import CompressSettings, compress_model
 from howlinear.compression.plan import Budget
 from howlinear.compression.prices import Losses
+from howlinear.compression.targets import FORMATS
 from howlinear.export.install import install_maps
 from howlinear.export.narrow import narrowed
+from howlinear.export.widths import widen
 from howlinear.losses.perplexity import compare
 from howlinear.models import loading
+from howlinear.models.families import parameter_count
 from howlinear.models.hooks import as_module
 from howlinear.models.offload import is_offloaded
 from howlinear.records.fields import BlockPlan
@@ -23,9 +26,9 @@ from howlinear.run.work import Work
 from howlinear.swapping.swaps import SwapOptions, measure_swaps
 
 
-def sharpened(name):
+def sharpened(name, **settings):
     """Random blocks write little; these write enough to be missed."""
-    model = tiny.model(name)
+    model = tiny.model(name, **settings)
     with torch.no_grad():
         for block in blocks(model):
             model.get_submodule(block.down).weight.mul_(30)
@@ -217,7 +220,7 @@ def test_models_that_predict_nothing_take_named_blocks(tmp_path):
 def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
     model = sharpened(family)
     profile(model, FIT, batch_size=50).save(tmp_path)
-    settings = CompressSettings(even=True)
+    settings = CompressSettings(target="narrow")
     result = compress_model(model, tmp_path, Budget(parameters=0.3), **TEXTS, settings=settings)
     small, _ = narrowed(model, result.maps)
     counts = [sum(p.numel() for p in m.parameters()) for m in (model, small)]
@@ -225,6 +228,22 @@ def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
     assert sum(b.parameters - b.parameters_left for b in result.blocks) == result.removed
     one = compress_model(model, tmp_path, **TEXTS, at="0", settings=settings)
     assert one.removed == 0  # block 1 stays and keeps its width
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_a_plan_counts_what_the_format_stores(tmp_path, form):
+    model = sharpened("llama", intermediate_size=512)
+    profile(model, FIT, batch_size=50).save(tmp_path)
+    settings = CompressSettings(target=form.name)
+    result = compress_model(model, tmp_path, Budget(parameters=0.2), **TEXTS, settings=settings)
+    before = {b.index: parameter_count(model.get_submodule(b.path)) for b in blocks(model)}
+    total = parameter_count(model)
+    widen(model, result.maps, form)
+    assert result.removed == total - parameter_count(model) >= 0.2 * result.feed_forward
+    for b in result.blocks:
+        assert b.parameters == before[b.index]
+        if b.replaced:
+            assert b.parameters_left == parameter_count(model.get_submodule(b.path))
 
 
 def test_a_rank_of_the_whole_width_is_priced_and_a_larger_one_saves_nothing(run):

@@ -34,6 +34,8 @@ MISTAKES = {
     "profile model --device cuda:9 -o new": "--device cpu",
     "profile model --device tpu -o new": "--device",
     "profile model --revision v2 -o new": "--revision",
+    f"profile narrow {TEXT} -o new": "is not in the vocabulary of LlamaForCausalLM, 0 to 63",
+    f"profile damaged {TEXT} -o new": "weight model.layers.1.mlp.up_proj.weight is not finite",
     "bench nowhere/model": "nowhere/model",
     "bench model --against nowhere/model": "nowhere/model",
     "bench model --repeats 0": "'--repeats'",
@@ -178,6 +180,12 @@ def place(little, tmp_path_factory):
         (root / name / "profile.json").write_text(text)
     shutil.copytree(root / "model", root / "wide")
     tiny.model("llama", hidden_size=32, vocab_size=2048).save_pretrained(root / "wide")
+    for name in ("narrow", "damaged"):
+        shutil.copytree(root / "model", root / name)
+    tiny.model("llama", vocab_size=64).save_pretrained(root / "narrow")
+    net = tiny.model("llama", vocab_size=2048)
+    net.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    net.save_pretrained(root / "damaged")
     for name in ("notes", "hollow"):
         (root / name).mkdir()
     (root / "notes" / "thesis.tex").write_text("precious")

@@ -24,6 +24,12 @@ MaxIncrease = Annotated[
 RemoveParams = Annotated[
     str | None, Option(help="Share of the feed-forward parameters to remove: 20%.")
 ]
+TargetSize = Annotated[
+    str | None, Option(help="Largest size of the weights, in the dtype of the source: 200MB.")
+]
+Speedup = Annotated[
+    float | None, Option(help="How many times fewer multiply-adds prefill should have: 1.2.")
+]
 ReplacedBlocks = Annotated[
     str | None, Option(help="Blocks to replace, without planning: 3,5,9-12 or a regex.")
 ]
@@ -35,8 +41,12 @@ KeepUnits = Annotated[
     str, Option(help="Hidden units that each replaced block keeps: auto or a number.")
 ]
 Export = Annotated[
-    Literal["hf", "narrow", "nemotron-nas"],
-    Option(help="Kind of checkpoint. narrow, nemotron-nas: for engines without remote code."),
+    Literal["hf", "narrow", "nemotron-nas", "gguf"],
+    Option(help="Kind of checkpoint. narrow, nemotron-nas, gguf: for engines without remote code."),
+]
+GgufType = Annotated[
+    Literal["f16", "bf16", "q8_0", "source"],
+    Option(help="With gguf: type of matrices. source: unchanged ones keep the source's bytes."),
 ]
 AddBiases = Annotated[bool, Option("--add-biases", help="With narrow: enable the family's biases.")]
 Tokens = Annotated[int, Option(help="Tokens to choose by; as many others to report on.", min=256)]
@@ -46,6 +56,10 @@ Curve = Annotated[
 ]
 Baselines = Annotated[
     bool, Option("--baselines", help="Measure simpler methods of the same size, too.")
+]
+AlsoFit = Annotated[
+    list[str] | None,
+    Option(help="Another text to fit on: python-docs, python-code or a file; may be repeated."),
 ]
 Heal = Annotated[
     int,
@@ -60,15 +74,19 @@ def compress(
     run: flags.RunPath,
     model: flags.RunModel = None,
     text_file: flags.RunText = None,
+    also_fit: AlsoFit = None,
     out: Out = None,
     max_ppl_increase: MaxIncrease = None,
     remove_params: RemoveParams = None,
+    target_size: TargetSize = None,
+    speedup: Speedup = None,
     blocks: ReplacedBlocks = None,
     plan: PlanFile = None,
     rank: Rank = "auto",
     keep_units: KeepUnits = "auto",
     export: Export = "hf",
     add_biases: AddBiases = False,
+    gguf_type: GgufType = "f16",
     tokens: Tokens = 4096,
     curve: Curve = None,
     baselines: Baselines = False,
@@ -80,39 +98,49 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    from howlinear.export.write import check_exportable, check_free, write_export
+    from howlinear.export.write import check_exportable, write_export
     from howlinear.run.work import Ranks
 
     source = RunSource(run, model, text_file)
-    amount = _amount(max_ppl_increase, remove_params, blocks, plan)
+    goals = _goals(target_size, speedup, export)
+    amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
     settings = _settings(rank, keep_units, curve, export)
     source.check_blocks(blocks)
+    others = source.other_texts(also_fit or [])
     source.folder.check_addable("plan", "compress")
-    if out is not None:
-        check_free(out)
-        check_writable(out / "config.json", "name another folder with -o")
-    elif not dry_run:
-        raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
+    _check_out(out, dry_run)
     ranks = Ranks.start()
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
     exported = None if dry_run else out
-    if exported is not None:
-        check_exportable(net, export, add_biases)
-        _check_disk(net, exported)
+    _set_goal(amount, source, target_size, speedup)
+    if exported is not None or export in ("gguf", "nemotron-nas"):  # their plans need a Llama
+        check_exportable(net, export, add_biases, source.model)
+    _check_disk(net, exported)
     amount["settings"] = settings | {"baselines": baselines, "heal": heal}
-    result, report = _compressed(source, tokens, amount, ranks)
+    result, report = _compressed(source, others, tokens, amount, ranks)
 
     def write() -> None:
         source.folder.add(result.plan_dict())
         source.folder.add(result.to_dict())
         if exported is not None:
             say(f"writing {exported}")
-            place = source.model
-            write_export(net, source.tokenizer, result, exported, export, place, report, add_biases)
+            where = (exported, export, source.model, report, add_biases, gguf_type)
+            write_export(net, source.tokenizer, result, *where)
             source.folder.add(result.to_dict())
 
     show(result, show_compression, exported or run / "compress.json", as_json, write)
     ranks.stop()
+
+
+def _check_out(out: Path | None, dry_run: bool) -> None:
+    """Refuse a folder that cannot be written to, or none."""
+    from howlinear.export.write import check_free
+
+    if out is not None:
+        check_free(out)
+        check_writable(out / "config.json", "name another folder with -o")
+    elif not dry_run:
+        raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
 
 
 def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
@@ -120,20 +148,50 @@ def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dic
     shares = [flags.share_of(part, "--curve", most=1) for part in curve.split(",")] if curve else ()
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
-    if export == "nemotron-nas":  # has no place for biases, factors and units
-        return {"curve": shares, "rank": "full", "units": 0, "intercept": False}
-    return {"curve": shares, "rank": matrix_rank, "units": units, "even": export == "narrow"}
+    return {"curve": shares, "rank": matrix_rank, "units": units, "target": export}
+
+
+def _goals(target_size: str | None, speedup: float | None, export: str) -> dict[str, Any]:
+    """A size or a speed by its flag; refused, before the model is loaded, if it cannot be meant."""
+    if target_size is not None:
+        flags.bytes_of(target_size, "--target-size")
+    if speedup is not None and not speedup > 1:
+        raise ValueError(f"--speedup {speedup:g} is no gain: write a number above 1, such as 1.2")
+    if export != "hf" and (target_size is not None or speedup is not None):
+        name = "--target-size" if target_size is not None else "--speedup"
+        raise ValueError(f"{name} counts what --export hf stores: use --remove-params here")
+    return {"--target-size": target_size, "--speedup": speedup}
+
+
+def _set_goal(
+    amount: dict[str, Any], source: RunSource, target_size: str | None, speedup: float | None
+) -> None:
+    """Turn a size or a speed into the share of parameters that must go."""
+    from howlinear.compression import goals
+    from howlinear.compression.plan import Budget
+
+    net, at = source.net, source.blocks()
+    if target_size is not None:
+        wanted = flags.bytes_of(target_size, "--target-size")
+        amount["budget"] = Budget(parameters=goals.share_for_bytes(net, at, wanted))
+    if speedup is not None:
+        amount["budget"] = Budget(parameters=goals.share_for_speed(net, at, speedup))
 
 
 def _amount(
-    max_ppl_increase: str | None, remove_params: str | None, blocks: str | None, plan: Path | None
+    max_ppl_increase: str | None,
+    remove_params: str | None,
+    blocks: str | None,
+    plan: Path | None,
+    goals: dict[str, Any],
 ) -> dict[str, Any]:
-    """How much to replace: one of four flags, or +5 % perplexity without any."""
+    """How much to replace: one of six flags, or +5 % perplexity without any."""
     values = {
         "--max-ppl-increase": max_ppl_increase,
         "--remove-params": remove_params,
         "--blocks": blocks,
         "--plan": plan,
+        **goals,
     }
     names = [name for name, value in values.items() if value is not None]
     if len(names) > 1:
@@ -152,26 +210,41 @@ def _amount(
 
 
 def _compressed(
-    source: RunSource, tokens: int, amount: dict[str, Any], ranks: Any
+    source: RunSource, others: list[Any], tokens: int, amount: dict[str, Any], ranks: Any
 ) -> tuple[Any, Any]:
     """The compression, and the windows that it is reported on."""
-    from howlinear.compression.compress import CompressSettings, compress_model
+    from howlinear.compression.compress import CompressSettings, change_on, compress_model
+    from howlinear.losses.protocols import held_out_tokens
     from howlinear.run.work import Work
 
-    cut, texts = source.protocol(), {"fit": source.fit_windows().ids}
+    cut, texts = source.protocol(), {}
+    texts["fit"], read = source.mixed_windows(others)
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
     _check_memory(source.net, source.blocks(), texts["fit"])
     amount["settings"] = CompressSettings(protocol=cut, **amount["settings"])
+    more = [
+        held_out_tokens(text.report(), source.tokenizer, cut, tokens, source.bos)[0]
+        for text in others
+    ]
     with progress_bars() as begin:
         work, folder = Work(ranks, progress=begin), source.folder.folder
         result = compress_model(source.net, folder, **texts, **amount, work=work)
+        rest = (change_on(source.net, result.maps, ids, cut, work) for ids in more)
+        changes = [result.change, *rest]
+    if others:
+        result.texts.extend(
+            text | {"change": None if change is None else change.to_dict()}
+            for text, change in zip(read, changes, strict=True)
+        )
     result.about.update(source.about(*PARTS))
     return result, texts["report"]
 
 
-def _check_disk(net: Any, out: Path) -> None:
+def _check_disk(net: Any, out: Path | None) -> None:
     """Refuse a disk that could not hold the model, which becomes smaller, as its source stores it."""
+    if out is None:
+        return
     import torch
 
     size = getattr(net, "stored_dtype", torch.float32).itemsize
@@ -248,8 +321,9 @@ def show_compression(
         f"{removed:,} parameters removed: {removed / data['feed_forward']:.1%} "
         f"of the feed-forward blocks', {removed / data['parameters']:.1%} of the model's",
     )
-    if data["change"] is not None:
-        _show_change(console, data["change"])
+    _show_change(console, data["change"])
+    for text in (data.get("texts") or [])[1:]:
+        _show_change(console, text["change"], f"{text['name']}: ")
     if healed := data.get("healed"):  # not in results of earlier versions
         _show_healing(console, healed, data["curve"])
     if data["exported"] is not None:
@@ -260,12 +334,14 @@ def show_compression(
     write_notes(console, data["notes"])
 
 
-def _show_change(console: Console, change: dict[str, Any]) -> None:
+def _show_change(console: Console, change: dict[str, Any] | None, lead: str = "") -> None:
+    if change is None:
+        return
     before, after = (change[k]["perplexity"] for k in ("original", "changed"))
     rise = "-" if before is None or after is None else f"{signed(100 * (after / before - 1), 1)}%"
     write(
         console,
-        f"perplexity {perplexity(before)} to {perplexity(after)} ({rise}; "
+        f"{lead}perplexity {perplexity(before)} to {perplexity(after)} ({rise}; "
         f"{signed(change['delta_ppl'])} ± {number(change['delta_ppl_se'], 2)}), "
         f"{change['protocol']}, {change['tokens']} tokens that nothing was fitted to or chosen by",
     )
@@ -290,9 +366,13 @@ def _show_healing(console: Console, record: dict[str, Any], curve: list[dict[str
 def _show_export(console: Console, exported: dict[str, Any]) -> None:
     value = exported["perplexity"]
     stored = "" if value is None else f", perplexity {perplexity(value)} so"
+    again = "loaded again in a new process" if exported.get("kind") != "gguf" else "read again"
+    before = exported.get("bytes_before")  # not in results of earlier versions
+    instead = "" if before is None else f" instead of {before / 1e6:.1f}"
+    kind = "the source's types" if exported["dtype"] == "source" else exported["dtype"]
     write(
         console,
-        f"written in {exported['dtype']}: {exported['parameters']:,} parameters, "
-        f"{exported['bytes'] / 1e6:.0f} MB{stored}; loaded again in a new process, it agrees",
+        f"written in {kind}: {exported['parameters']:,} parameters, "
+        f"{exported['bytes'] / 1e6:.1f} MB{instead}{stored}; {again}, it agrees",
     )
     write_notes(console, exported["notes"])

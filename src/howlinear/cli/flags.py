@@ -6,6 +6,7 @@ A flag is a type with its help text: `device: Device = "cpu"` in a command's sig
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -90,6 +91,14 @@ def share_of(text: str, flag: str, most: float = 10) -> float:
             f"{flag} {text!r} is not a share above 0 and below {most:.0%}: write 5% or 0.05"
         )
     return value
+
+
+def bytes_of(text: str, flag: str) -> int:
+    """A size written as 200MB, 1.5 GB or 180MiB."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kMG]?)(i?)B?", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"{flag} {text!r} is not a size: write 200MB or 1.5GB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMG".index(match[2] or " "))
 
 
 def number_or(text: str, flag: str, *words: str) -> int | str:

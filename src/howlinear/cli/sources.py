@@ -9,6 +9,7 @@ ids, n_bytes = source.held_out("report", source.protocol(), 4096)
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ class RunSource:
         except FileNotFoundError:
             raise self._gone("text", self.asked["text"][0], "--text-file") from None
 
+    def other_texts(self, names: Sequence[str]) -> list[Any]:
+        """Texts to fit on beside the run's, by name or file; the run's own is refused."""
+        from howlinear.models import corpus
+
+        texts, seen = [], {self.text.fingerprint()}
+        for name in names:
+            try:
+                text = corpus.open_text(name)
+            except (ValueError, FileNotFoundError) as problem:
+                raise ValueError(str(problem).replace("--text-file", "--also-fit")) from None
+            if text.fingerprint() in seen:
+                raise ValueError(f"{name} is fitted on already: leave out this --also-fit")
+            seen.add(text.fingerprint())
+            texts.append(text)
+        return texts
+
     def _gone(self, what: str, place: str, flag: str) -> ValueError:
         return ValueError(
             f"the {what} of {self.folder.folder} was {place}, which does not exist: name its new "
@@ -92,13 +109,13 @@ class RunSource:
 
     def check_blocks(self, at: str | None) -> None:
         """Refuse blocks that the run has not measured, before the model is loaded."""
-        from howlinear.swapping.maps import measured
+        from howlinear.models.naming import indices_of
 
-        measured(at, self._paths())
+        indices_of(at, self._paths())
 
     def indices(self, text: str | None, flag: str) -> tuple[int, ...]:
         """Blocks that a flag names by indices, such as 3,5,9-12; refused if the run has others."""
-        from howlinear.models.families import depth_indices
+        from howlinear.models.naming import depth_indices
 
         return () if text is None else tuple(depth_indices(text, list(self._paths()), flag))
 
@@ -124,6 +141,30 @@ class RunSource:
                 f"gives {windows.tokens}: profile again"
             )
         return windows
+
+    def mixed_windows(self, others: Sequence[Any]) -> tuple[Any, list[dict[str, Any]]]:
+        """Windows of the run's text and of other texts, and how many tokens each has.
+
+        The others together have as many as the run's, or all they have.
+        """
+        from howlinear.models import cutting
+
+        windows = self.fit_windows().ids
+        parts, names, count = (
+            [windows],
+            [self.text.name],
+            max(1, len(windows) // (len(others) or 1)),
+        )
+        for text in others:
+            cut = {"tokens": count * windows.shape[1], "bos": self.bos}
+            names.append(text.name)
+            parts.append(
+                cutting.spread_windows(text.fit, self.tokenizer, windows.shape[1], **cut)[
+                    "input_ids"
+                ]
+            )
+        read = [{"name": n, "tokens": p.numel()} for n, p in zip(names, parts, strict=True)]
+        return cutting.mixed(parts), read
 
     def short_windows(self, length: int, tokens: int) -> Any:
         """Windows of this length from the text that the run was fitted on."""

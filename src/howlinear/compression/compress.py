@@ -29,6 +29,7 @@ from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import EvalProtocol
 from howlinear.models.families import Block, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
+from howlinear.models.naming import BlockNames
 from howlinear.profiling.gradients import why_no_gradients
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile
@@ -49,7 +50,7 @@ class CompressSettings:
     intercept: bool = True  # may maps have biases?
     curve: Sequence[float] = ()  # shares of the feed-forward parameters to measure at, too
     baselines: bool = False  # measure the baselines beside ours
-    even: bool = False  # will all blocks be as wide as the widest, as in a stock model?
+    target: str = "hf"  # kind of export: a plan counts the parameters that it stores
     heal: int = 0  # steps of training all maps at once, after the plan
     protocol: EvalProtocol | str | None = None
 
@@ -89,6 +90,7 @@ class Compression(Result):
     notes: list[str]
     about: dict[str, Any] = field(default_factory=dict)
     exported: dict[str, Any] = field(default_factory=dict)  # what `export` wrote, if anything
+    texts: list[dict[str, Any]] = field(default_factory=list)  # if several were fitted on
     healed: dict[str, Any] = field(default_factory=dict)  # how the maps were trained, if asked for
 
     def plan_dict(self) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class Compression(Result):
             if self.exported
             else self.removed,
             "change": None if self.change is None else self.change.to_dict(),
+            "texts": self.texts or None,
             "exported": self.exported or None,
             "healed": self.healed or None,
             "curve": [p.to_dict(self.feed_forward) for p in self.curve],
@@ -131,7 +134,7 @@ def compress_model(
     choose: WindowsLike,
     report: WindowsLike,
     plan: Sequence[BlockPlan] | None = None,
-    at: str | None = None,
+    at: BlockNames = None,
     settings: CompressSettings | None = None,
     work: Work | None = None,
 ) -> Compression:
@@ -145,7 +148,7 @@ def compress_model(
     run, work = Profile.load(folder), work or Work()
     every = [b for b, _ in match(model, run, None)]
     fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
-    sizes = Sizes(model, every, settings.even)
+    sizes = Sizes(model, every, settings.target)
     losses = Losses(model, choose, report, settings.protocol, work)
     if settings.heal:
         _check_healable(losses, fit, sizes.total)
@@ -157,7 +160,7 @@ def compress_model(
     healed = _healed(losses, best.maps, fit, settings.heal, RunFolder(folder).healing)
     if healed.record.get("kept"):
         points = _compared(losses, [("healed", points[0].removed, healed.maps)]) + points
-    if points and settings.baselines and not settings.even:
+    if points and settings.baselines and not sizes.even:
         most = max(p.removed for p in points)
         points += _compared(losses, baselines(RunFolder(folder), run, sizes, losses, most))
     return Compression(
@@ -178,6 +181,18 @@ def compress_model(
         notes=_notes(search, best),
         healed=healed.record,
     )
+
+
+def change_on(
+    model: nn.Module,
+    maps: Mapping[Block, Map],
+    windows: WindowsLike,
+    protocol: EvalProtocol | str | None,
+    work: Work,
+) -> Comparison | None:
+    """What maps cost on another text; None if the model predicts no tokens."""
+    losses = Losses(model, windows, windows, protocol, work)
+    return None if losses.reason else losses.together([maps], windows)[0]
 
 
 def _check_healable(losses: Losses, fit: Tensor, parameters: int) -> None:
@@ -212,7 +227,7 @@ def _choose(
     if named is not None:
         return search.trial(shapes_of_named(fitter, sizes, maps, named, *wanted)), [], []
     options = price_options(fitter, sizes, search.losses, *wanted)
-    path = even_descent(options) if settings.even else descent(options)
+    path = even_descent(options) if sizes.even else descent(options)
     return search.within(path, budget), options, path
 
 

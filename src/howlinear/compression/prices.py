@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from howlinear.compression.plan import Option, expected
 from howlinear.compression.refitting import Refitter, Shape
+from howlinear.compression.targets import FORMATS
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.gradients import WINDOWS
 from howlinear.linear.unit_selection import GROUP
@@ -46,13 +47,15 @@ SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few,
 
 
 class Sizes:
-    """Parameters and hidden units of blocks, and what maps in their place save.
+    """Parameters and hidden units of blocks, and what maps in their place save in a kind of export.
 
-    `even`: maps become hidden units of a stock model, whose blocks all are as wide as the widest.
+    In `narrow` all blocks are as wide as the widest (`even`). In a format of `targets` each map is
+    stored as stock hidden units; where all blocks get biases, these add up to `added`.
     """
 
-    def __init__(self, model: nn.Module, at: Sequence[Block], even: bool = False) -> None:
-        self.even, self.others = even, [b for b in blocks(model) if b not in at]
+    def __init__(self, model: nn.Module, at: Sequence[Block], target: str = "hf") -> None:
+        self.even, self.form = target == "narrow", FORMATS.get(target)
+        self.others = [b for b in blocks(model) if b not in at]
         modules = {b: as_module(model, b) for b in at}
         every = model.named_parameters(remove_duplicate=False)
         uses = Counter(id(p) for _, p in every)
@@ -65,10 +68,19 @@ class Sizes:
             if self.hidden[b]
         }
         self.total = sum(self.parameters.values())
+        stored = [*at, *self.others] if self.form else []
+        self.added = sum(self._added(b, hidden_count(model, b)) for b in stored)
+
+    def _added(self, block: Block, hidden: int) -> int:
+        return self.form.added(block.d_out, hidden) if self.form else 0
 
     def saved(self, block: Block, shape: Shape) -> int:
         """Parameters that a map of this shape saves; if `even`, where no block is wider."""
         rank, k = shape
+        if self.form:
+            full = min(block.d_in, block.d_out)
+            stored = self.form.parameters(block.d_in, full if rank is None else min(rank, full), k)
+            return self.parameters[block] + self._added(block, self.hidden[block]) - stored
         if self.even:
             return (self.hidden[block] - self._width(block, shape)) * self.unit.get(block, 0)
         matrix = block.d_in * block.d_out if rank is None else rank * (block.d_in + block.d_out)
@@ -82,6 +94,11 @@ class Sizes:
 
     def saved_by(self, maps: Mapping[Block, Map]) -> dict[Block, int]:
         """Parameters that each block saves when these maps replace their blocks."""
+        if self.form:
+            return {
+                b: self.saved(b, shape_of(m)) - self._added(b, self.hidden[b])
+                for b, m in maps.items()
+            }
         if not self.even:
             return {b: self.parameters[b] - m.parameters for b, m in maps.items()}
         if self.others or len(maps) < len(self.parameters):
@@ -91,7 +108,8 @@ class Sizes:
 
     def removed(self, maps: Mapping[Block, Map]) -> int:
         """Parameters that go when these maps replace their blocks."""
-        return sum(self.saved_by(maps).values())
+        stays = self.added - sum(self._added(b, self.hidden[b]) for b in maps)
+        return sum(self.saved_by(maps).values()) - stays
 
     def units_near(self, block: Block, share: float) -> int:
         """The number of hidden units nearest to a share of them that the elimination passes."""

@@ -54,7 +54,11 @@ class Search:
 
     def shapes_saving(self, path: list[Step], share: float) -> dict[Block, Shape]:
         """What removes at least this share of the feed-forward parameters."""
-        return self.shapes_after(path, saving(path, math.ceil(share * self.sizes.total)))
+        return self.shapes_after(path, saving(path, self._parameters(share)))
+
+    def _parameters(self, share: float) -> int:
+        """Parameters that steps must save: those asked for, and those that the kind of export adds."""
+        return math.ceil(share * self.sizes.total) + self.sizes.added
 
     def within(self, path: list[Step], budget: Budget) -> Trial:
         """The longest part of the path that the budget allows, fitted."""
@@ -63,10 +67,11 @@ class Search:
         if budget.parameters is None:
             return self._within_nats(path, budget.nats)
         most = sum(s.saved for s in path)
-        if math.ceil(budget.parameters * self.sizes.total) > most:
+        if self._parameters(budget.parameters) > most:
+            share = (most - self.sizes.added) / self.sizes.total
             raise ValueError(
                 f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
-                f"every block saves {most / self.sizes.total:.1%} (--remove-params)"
+                f"every block saves {share:.1%} (--remove-params)"
             )
         return self.trial(self.shapes_saving(path, budget.parameters))
 
