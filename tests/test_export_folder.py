@@ -123,7 +123,7 @@ def test_the_card_escapes_names_and_its_code_runs(tmp_path, monkeypatch):
     [
         ("hf", "trust_remote_code=True", "plain transformers"),
         ("narrow", "plain transformers", "trust_remote_code"),
-        ("nemotron-nas", "TensorRT-LLM", "AutoModel"),
+        ("nemotron-nas", "vllm serve", "AutoModel"),
     ],
 )
 def test_the_card_says_how_each_kind_loads(kind, says, says_not):

@@ -1,4 +1,4 @@
-"""Llama-likes with linear blocks as nemotron-nas: what readers of the format would make of them."""
+"""Llama-likes with a width for each block as nemotron-nas: what readers of the format would make of them."""
 
 import importlib.util
 import json
@@ -9,11 +9,14 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from howlinear import Affine, blocks, swapped
-from howlinear.export.nemotron_nas import check_exportable, ffn_mult, read_back, save, width_of
+from howlinear.compression.targets import NEMOTRON
+from howlinear.export import nemotron_nas
+from howlinear.export.nemotron_nas import check_exportable, ffn_mult, read_back, width_of
+from howlinear.export.widths import widen
 from howlinear.linear.affine import Factored, UnitMap
 from howlinear.models.units import taken
 
-SIZES = {"hidden_size": 64, "intermediate_size": 256}
+SIZES = {"hidden_size": 64, "intermediate_size": 512}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 VARIANTS = {
@@ -31,10 +34,15 @@ def made(name="llama", **settings):
 
 def maps_of(model, only="1"):
     g = torch.Generator().manual_seed(0)
-    return {
-        b: Affine(torch.randn(b.d_out, b.d_in, generator=g).double() / 8, torch.zeros(b.d_out), 64)
-        for b in blocks(model, only)
-    }
+    weights = {b: torch.randn(b.d_out, b.d_in + 1, generator=g) / 8 for b in blocks(model, only)}
+    return {b: Affine(W[:, 1:].double(), W[:, 0].double(), 64) for b, W in weights.items()}
+
+
+def save(model, maps, folder):
+    """As an export does it; the model then has the stored blocks."""
+    check_exportable(model)
+    widen(model, maps, NEMOTRON)
+    nemotron_nas.save(model, folder)
 
 
 def logits(model):
@@ -62,35 +70,48 @@ def test_a_llama_built_from_the_folder_computes_the_swapped_model(variant, tmp_p
     torch.testing.assert_close(logits(read_back(tmp_path)), want)
 
 
+def test_every_kind_of_map_is_written(tmp_path):
+    model = made()
+    first, second, third = blocks(model)
+    g = torch.Generator().manual_seed(0)
+    low = Factored(torch.randn(2, 64, generator=g), torch.randn(64, 2, generator=g), torch.ones(64))
+    none = Factored(torch.zeros(0, 64), torch.zeros(64, 0), torch.ones(64))
+    units = torch.randn(64, 2, generator=g), taken(model, third, (3, 9))
+    maps = {first: low, second: none, third: UnitMap(low, (3, 9), *units)}
+    want = swapped_logits(model, maps)
+    save(model, maps, tmp_path)
+    torch.testing.assert_close(logits(read_back(tmp_path)), want)
+
+
 def test_the_folder_says_what_readers_look_for(tmp_path):
     model = made(rope_parameters=LLAMA3)
-    notes = save(model, maps_of(model), tmp_path)
+    save(model, maps_of(model), tmp_path)
     config = said(tmp_path)
     assert config["model_type"] == "nemotron-nas"
     assert config["architectures"] == ["DeciLMForCausalLM"]
     assert config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     assert not config["attention_bias"]
-    assert not config["mlp_bias"]
+    assert config["mlp_bias"] is True
     attention = {layer["attention"]["n_heads_in_group"] for layer in config["block_configs"]}
     assert attention == {2}
     ffn = [layer["ffn"] for layer in config["block_configs"]]
-    linear = {"no_op": False, "replace_with_linear": True, "sparsify": None, "ffn_mult": None}
-    assert ffn[1] == linear
-    assert ffn[0] == ffn[2] == linear | {"replace_with_linear": False, "ffn_mult": 6.0}
-    assert "1 of 3 blocks" in notes[0]
+    wide = {"no_op": False, "replace_with_linear": False, "sparsify": None}
+    assert ffn[1] == wide | {"intermediate_size": 256, "ffn_mult": 6.0}
+    assert ffn[0] == ffn[2] == wide | {"intermediate_size": 512, "ffn_mult": 12.0}
 
 
-def test_the_tensors_are_llamas_but_for_the_replaced_blocks(tmp_path):
+def test_the_tensors_are_llamas_with_biases(tmp_path):
     model = made()
-    maps = maps_of(model)
-    save(model, maps, tmp_path)
-    tensors, prefix = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp."
-    assert [n for n in tensors if n.startswith(prefix)] == [f"{prefix}linear_mlp.weight"]
-    weight = next(iter(maps.values())).weight.float()
-    assert torch.equal(tensors[f"{prefix}linear_mlp.weight"], weight)
-    rest = {n for n in model.state_dict() if not n.startswith(prefix)}
-    assert rest == {n for n in tensors if not n.startswith(prefix)}
+    names = {n for n in model.state_dict() if ".mlp." in n}
+    save(model, maps_of(model), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {n for n in tensors if ".mlp." in n} == names | {
+        n.replace("weight", "bias") for n in names
+    }
+    gate = tensors["model.layers.1.mlp.gate_proj.bias"]
+    assert gate.tolist() == [32.0] * 64 + [0.0] * 192
+    assert not tensors["model.layers.0.mlp.gate_proj.bias"].any()
 
 
 def test_the_embedding_is_written_once_if_tied(tmp_path):
@@ -107,33 +128,29 @@ def test_plain_rotations_have_no_scaling(tmp_path):
 
 
 def test_engines_find_settings_as_attributes(tmp_path):
-    save(made(rope_parameters=LLAMA3), maps_of(made()), tmp_path)
+    model = made(rope_parameters=LLAMA3)
+    save(model, maps_of(model), tmp_path)
     spec = importlib.util.spec_from_file_location("decilm", tmp_path / "configuration_decilm.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.DeciLMConfig.from_pretrained(tmp_path)
-    assert config.block_configs[1].ffn.replace_with_linear is True
+    assert config.block_configs[1].ffn.intermediate_size == 256
     assert config.block_configs[0].attention.n_heads_in_group == 2
     assert not hasattr(config.block_configs[0], "else")
     assert json.loads(config.to_json_string())["block_configs"] == said(tmp_path)["block_configs"]
 
 
 def test_mlx_lm_computes_the_same(tmp_path):
-    """Somebody else's reader of the format. It calls the tensor `linear`."""
-    pytest.importorskip("mlx.core")
-    loading = pytest.importorskip("mlx_lm.utils")
+    """Somebody else's reader of the format."""
     mx = pytest.importorskip("mlx.core")
+    loading = pytest.importorskip("mlx_lm.utils")
     model = made(rope_parameters=LLAMA3)
     maps = maps_of(model)
+    want = swapped_logits(model, maps)
     save(model, maps, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    renamed = {n.replace("linear_mlp", "linear"): t for n, t in tensors.items()}
-    save_file(renamed, tmp_path / "model.safetensors")
     theirs, _ = loading.load_model(tmp_path)
     got = theirs(mx.array(tiny.inputs("llama")["input_ids"].tolist()))
-    torch.testing.assert_close(
-        torch.tensor(got.tolist()), swapped_logits(model, maps), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(torch.tensor(got.tolist()), want, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- widths
@@ -161,13 +178,6 @@ def test_other_widths_are_refused(width, tmp_path):
     with pytest.raises(ValueError, match=rf"{width} hidden units .* would make it {rounded}; use"):
         save(model, maps_of(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_widths_do_not_matter_if_no_block_has_one(tmp_path):
-    model = made(intermediate_size=40)
-    maps = maps_of(model, "0-2")
-    save(model, maps, tmp_path)
-    torch.testing.assert_close(logits(read_back(tmp_path)), swapped_logits(model, maps))
 
 
 # ---------------------------------------------------------------------------------- refusals
@@ -212,20 +222,10 @@ def test_rotations_are_not_rounded_with_the_weights(tmp_path):
     assert torch.equal(loaded.model.rotary_emb.inv_freq, frequencies)
 
 
-def test_maps_that_are_not_one_matrix_are_refused(tmp_path):
-    model = made()
-    block = blocks(model)[0]
-    affine = Affine(torch.randn(64, 64), torch.zeros(64), 64)
-    refused = {
-        "a bias": Affine(torch.randn(64, 64), torch.full((64,), 1e-9), 64),
-        "two factors": Factored(torch.randn(2, 64), torch.randn(64, 2), torch.zeros(64)),
-        "hidden units": UnitMap(affine, (3,), torch.randn(64, 1), taken(model, block, (3,))),
-    }
-    for what, fitted in refused.items():
-        with pytest.raises(ValueError, match=rf"block 0 .* has {what}.*; fit whole matrices"):
-            save(model, {block: fitted}, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    save(model, {block: affine}, tmp_path / "out")
+def test_a_map_of_another_model_is_refused():
+    other = Affine(torch.randn(32, 32), torch.zeros(32), 32)
+    with pytest.raises(ValueError, match=r"from 64 to 64 features, its map from 32 to 32"):
+        widen(made(), {blocks(made())[0]: other}, NEMOTRON)
 
 
 # --------------------------------------------------------------------------- negative controls
@@ -236,16 +236,25 @@ def test_a_missing_tensor_is_noticed(tied, tmp_path):
     model = made(tie_word_embeddings=tied)
     save(model, maps_of(model), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.linear_mlp.weight"]
+    del tensors["model.layers.1.mlp.gate_proj.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(RuntimeError, match="linear_mlp"):
+    with pytest.raises(RuntimeError, match="gate_proj"):
         read_back(tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("rope_theta", 100.0), ("rms_norm_eps", 0.1)])
 def test_another_setting_is_another_model(key, value, tmp_path):
     model = made()
-    maps = maps_of(model)
-    save(model, maps, tmp_path)
+    save(model, maps_of(model), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(said(tmp_path) | {key: value}))
-    assert (logits(read_back(tmp_path)) - swapped_logits(model, maps)).abs().max() > 1e-2
+    assert (logits(read_back(tmp_path)) - logits(model)).abs().max() > 1e-2
+
+
+def test_two_widths_of_one_block_are_noticed(tmp_path):
+    model = made()
+    save(model, maps_of(model), tmp_path)
+    config = said(tmp_path)
+    config["block_configs"][1]["ffn"]["intermediate_size"] = 300
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="two widths of one block"):
+        read_back(tmp_path)

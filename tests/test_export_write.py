@@ -87,7 +87,7 @@ def test_the_whole_way(kind, tmp_path, request):
         request.getfixturevalue("unverified" if kind == "hf" else "reloaded_here")
     name, settings, loaded_from = KINDS[kind]
     model = made(name, **settings)
-    result = compression(model, maps_of(model, bias=kind != "nemotron-nas"))
+    result = compression(model, maps_of(model))
     write(model, result, tmp_path / "out", kind)
     folder, told = tmp_path / "out", result.exported
     assert [p.name for p in tmp_path.iterdir() if p.name != "modules"] == ["out"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-
 from howlinear.compression.compress import Compression
 from howlinear.export.folder import Origin
 from howlinear.losses.perplexity import Comparison
@@ -54,9 +52,15 @@ such blocks. The code is one short file, `modeling_howlinear.py`; `linear_blocks
 written as hidden units of the model's own kind.
 """,
     "nemotron-nas": """\
-The format is `nemotron-nas`; `block_configs` in `config.json` lists which blocks are linear.
-TensorRT-LLM reads it as it is (`--trust_remote_code`), mlx-lm after `mlp.linear_mlp` is renamed to
-`mlp.linear`. vLLM and llama.cpp read the format but not its linear blocks.
+The format is `nemotron-nas`; `block_configs` in `config.json` has the width of each block, and `mlp_bias` is true:
+linear maps are hidden units with a constant gate. It is written for vLLM:
+
+```
+vllm serve . --trust-remote-code
+```
+
+The code is the class of the config, `configuration_decilm.py`. No engine was run when this file was written:
+the folder was read by a loader of howlinear, and agrees with the model that was measured.
 
 ```python
 from howlinear.export.nemotron_nas import read_back
@@ -65,11 +69,24 @@ model = read_back(".")
 
 `.` is the folder of this file; `read_back` is for checking.
 """,
+    "gguf": """\
+One file, `model.gguf`, for llama.cpp and what is built on it:
+
+```
+llama-server -m model.gguf
+```
+
+Its architecture is `deci`, which has a width for each layer. Replaced blocks are gated blocks of their own
+width with biases: linear maps are hidden units with a constant gate. The file was read again and its bytes
+agree with the model that was measured. `howlinear bench . --engines` runs it in the engines that are
+installed and compares them with these bytes.
+""",
 }
 FRONT: dict[str, dict[str, Any]] = {
     "hf": {"library_name": "transformers", "tags": ["howlinear", "custom_code"]},
     "narrow": {"library_name": "transformers", "tags": ["howlinear"]},
     "nemotron-nas": {"tags": ["howlinear", "nemotron-nas"]},
+    "gguf": {"library_name": "gguf", "tags": ["howlinear", "gguf"]},
 }
 
 
@@ -129,19 +146,24 @@ def measured_table(result: Compression, exported: dict[str, Any], change: Compar
         values = ((a.perplexity, a.perplexity_se), (b.perplexity, b.perplexity_se))
         growth = f"{change.delta_ppl:+.3f} ± {change.delta_ppl_se:.3f}"
         rows.append(_row("perplexity", *(f"{v:.3f} ± {se:.3f}" for v, se in values), growth))
-    rows += _sizes(result, exported["parameters"], exported["dtype"])
+    rows += _sizes(result, exported)
     notes = [f"- {markdown(note)}" for note in (*result.notes, *exported["notes"])]
     protocol = [] if change is None else [_protocol(result, exported["dtype"], change)]
     parts = [rows, protocol, notes, _blocks(result)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _sizes(result: Compression, after: int, dtype: str) -> list[str]:
-    before, size = result.parameters, getattr(torch, dtype).itemsize / 1e6
+def _sizes(result: Compression, exported: dict[str, Any]) -> list[str]:
+    before, after = result.parameters, exported["parameters"]
     feed_forward = result.feed_forward, result.feed_forward - (before - after)
     counts = {"parameters": (before, after), "in feed-forward blocks": feed_forward}
     rows = [_row(k, f"{a:,}", f"{b:,}", f"{b / a - 1:+.1%}") for k, (a, b) in counts.items()]
-    return [*rows, _row(f"MB in {dtype}", f"{before * size:,.1f}", f"{after * size:,.1f}", "")]
+    size = exported["bytes_before"], exported["bytes"]
+    stored = f"MB in {exported['dtype']}" if exported["dtype"] != "source" else "MB on disk"
+    return [
+        *rows,
+        _row(stored, *(f"{n / 1e6:,.1f}" for n in size), f"{size[1] / size[0] - 1:+.1%}"),
+    ]
 
 
 def _protocol(result: Compression, dtype: str, change: Comparison) -> str:

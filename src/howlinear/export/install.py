@@ -1,6 +1,6 @@
 """Install maps in a model permanently: the model gets smaller, and its config describes the change.
 
-    install_maps(model, {block: affine, other: unit_map})
+    install_maps(model, {2: affine, 5: unit_map})
     model.config.linear_blocks          # the description that code which loads a checkpoint needs
 
 Each replaced block becomes a `LinearMLP` of `export.linear_blocks`. Exports contain a copy of that
@@ -18,13 +18,17 @@ from torch import nn
 
 from howlinear.export import linear_blocks
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
-from howlinear.models.families import FAMILIES, Block, backbone
+from howlinear.models.families import FAMILIES, Block, backbone, by_block
 from howlinear.models.units import Through, weight_of
 
 
-def install_maps(model: nn.Module, maps: Mapping[Block, Map]) -> None:
-    """Replace blocks permanently, and write `linear_blocks` into the model's config."""
+def install_maps(model: nn.Module, maps: Mapping[Any, Map]) -> None:
+    """Replace blocks permanently, and write `linear_blocks` into the model's config.
+
+    Blocks are named as in `blocks`: by depth index, path, pattern or `Block`.
+    """
     base: Any = backbone(model)
+    maps = by_block(model, maps)
     described = [describe(model, block, fitted) for block, fitted in maps.items()]
     originals = [[attrgetter(path)(base) for path in d["steps"]] for d in described]
     linear_blocks.install(base, described)

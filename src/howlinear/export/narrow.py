@@ -24,24 +24,21 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from howlinear.export.folder import write_generation
 from howlinear.export.hf import INSTEAD, check_dense
+from howlinear.export.stock_units import OPEN, Units, factors, kept_units
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import Block, blocks, projection_shape
 from howlinear.models.hooks import Chain
 from howlinear.models.twins import rebuilt
 from howlinear.models.units import taken, weight_of
-
-OPEN = 32.0  # the constant value of a gate
 
 
 def narrowed(
@@ -107,30 +104,6 @@ def _config(model: nn.Module, add_biases: bool) -> Any:
 # ------------------------------------------------------------------------------------- units
 
 
-@dataclass(frozen=True, eq=False)
-class Units:
-    """k hidden units: the rows of their projections (one, or gate and up), and the columns they write."""
-
-    reads: tuple[tuple[Tensor, Tensor], ...]  # weight (k, d_in) and bias (k,), which may be zero
-    writes: Tensor  # (d_out, k)
-    bias: Tensor  # (d_out,)
-
-    def __len__(self) -> int:
-        return self.writes.shape[1]
-
-    def beside(self, other: Units) -> Units:
-        """Both; the bias of `other` is dropped."""
-        pairs = zip(self.reads, other.reads, strict=True)
-        reads = tuple((torch.cat([V, W]), torch.cat([v, w])) for (V, v), (W, w) in pairs)
-        return Units(reads, torch.cat([self.writes, other.writes], 1), self.bias)
-
-    def padded(self, width: int) -> Units:
-        """With zero units up to `width`."""
-        more = width - len(self)
-        reads = tuple((pad(W, (0, 0, 0, more)), pad(b, (0, more))) for W, b in self.reads)
-        return Units(reads, pad(self.writes, (0, more)), self.bias)
-
-
 def _dense(model: nn.Module) -> Iterator[tuple[Block, Units]]:
     """The blocks that consist of plain hidden units, with these units; not experts."""
     for block in blocks(model):
@@ -143,18 +116,6 @@ def _dense(model: nn.Module) -> Iterator[tuple[Block, Units]]:
             weight, bias = _weights(model, path)
             reads += zip(weight.chunk(parts), bias.chunk(parts), strict=True)
         yield block, Units(tuple(reads), *_weights(model, str(block.down)))
-
-
-def _kept(fitted: UnitMap, like: Tensor) -> Units:
-    """The hidden units that a map keeps, by its own weights of them."""
-    reads: list[tuple[Tensor, Tensor]] = []
-    for projection in fitted.hidden.modules():
-        if isinstance(projection, nn.Linear):
-            weight, own = projection.weight.detach().to(like), projection.bias
-            parts = len(weight) // len(fitted.units)
-            bias = weight.new_zeros(len(weight)) if own is None else own.detach().to(like)
-            reads += zip(weight.chunk(parts), bias.chunk(parts), strict=True)
-    return Units(tuple(reads), fitted.write.to(like), like)
 
 
 def _projections(model: nn.Module, block: Block) -> list[tuple[str, int]]:
@@ -192,7 +153,7 @@ def _embedded(model: nn.Module, shell: nn.Module, block: Block, units: Units, fi
         if _computes(model, block, linear, affine):
             _check_room(shell, block, linear)
             if isinstance(fitted, UnitMap):
-                return linear.beside(_kept(fitted, linear.bias))
+                return linear.beside(kept_units(fitted, linear.bias))
             return linear
     identity = "act(z) - act(-z) = z" if len(units.reads) == 1 else f"act({OPEN:g}) = {OPEN:g}"
     raise ValueError(f"{block}: its activation does not obey {identity}; {INSTEAD}")
@@ -200,7 +161,7 @@ def _embedded(model: nn.Module, shell: nn.Module, block: Block, units: Units, fi
 
 def _ways(affine: Affine | Factored, projections: int, like: Tensor) -> Iterator[Units]:
     """Candidate units that compute the map; of two projections, either may be the gate."""
-    A, B = _factors(affine)
+    A, B = factors(affine)
     zero, none = torch.zeros_like(A).to(like), like.new_zeros(len(A))
     bias = affine.bias.to(like)
     if projections == 1:
@@ -210,20 +171,6 @@ def _ways(affine: Affine | Factored, projections: int, like: Tensor) -> Iterator
     gate, up = (zero, none + OPEN), ((A / OPEN).to(like), none)
     for reads in ((gate, up), (up, gate)):
         yield Units(reads, B.to(like), bias)
-
-
-def _factors(affine: Affine | Factored) -> tuple[Tensor, Tensor]:
-    """(A, B) in float64. At full rank one is the identity, so that W is rounded only once."""
-    d_in, d_out = affine.d_in, affine.d_out
-    if isinstance(affine, Factored):
-        A, B = affine.into.double(), affine.out.double()
-        if affine.rank <= min(d_in, d_out):
-            return A, B
-        W = B @ A
-    else:
-        W = affine.weight.double()
-    one = torch.eye(min(d_in, d_out)).to(W)
-    return (one, W) if d_in <= d_out else (W, one)
 
 
 def _computes(model: nn.Module, block: Block, units: Units, affine: Affine | Factored) -> bool:
@@ -238,7 +185,7 @@ def _computes(model: nn.Module, block: Block, units: Units, affine: Affine | Fac
     x = x.to(like)
     with torch.no_grad():
         got = _run(model, block, units)(x).double()
-    A, B = _factors(affine)
+    A, B = factors(affine)
     rows, b = x.double(), affine.bias.to(A)
     want = rows @ A.t() @ B.t() + b
     size = rows.abs() @ A.abs().t() @ B.abs().t() + b.abs()

@@ -1,25 +1,22 @@
-"""Models like Llama as `nemotron-nas` checkpoints, a format that has blocks of one matrix.
+"""Models like Llama as `nemotron-nas` checkpoints, a format with a width for each block.
 
-    notes = save(model, {block: affine}, folder)   # config.json, weights, the config's class
-    read_back(folder)                              # a Llama built from that folder alone
+    widen(model, maps, NEMOTRON)        # maps as hidden units, and biases in all blocks
+    save(model, folder)                 # config.json, weights, the config's class
+    read_back(folder)                   # a Llama built from that folder alone
 
-The format describes each layer (`block_configs`): a replaced block has `replace_with_linear` and
-the tensor `model.layers.N.mlp.linear_mlp.weight`, d x d and without bias, so only maps that were
-fitted without an intercept can be written. Any other block states its width m as a multiple,
-`ffn_mult`; readers compute int(2 ffn_mult d / 3) and round it up to 256, so m must be a multiple of
-256. Heads are d / number of heads wide, and rotary settings have their old names, `rope_theta` and
+The format describes each layer (`block_configs`). A block states its width m twice: as
+`intermediate_size`, and as a multiple `ffn_mult`, from which readers compute int(2 ffn_mult d / 3), rounded up
+to 256. So m must be a multiple of 256. `mlp_bias` gives all blocks biases, which linear hidden units need.
+Heads are d / number of heads wide, and rotary settings have their old names, `rope_theta` and
 `rope_scaling`. Attention and activation must be Llama's.
 
-TensorRT-LLM reads linear blocks and takes the config's class from the folder
-(`--trust_remote_code`); mlx-lm reads them after the tensor is renamed to `mlp.linear.weight`. vLLM
-and llama.cpp read the format but not its linear blocks.
+vLLM reads widths and biases (its DeciLM layer is a Llama's) and takes the config's class from the folder
+(`--trust-remote-code`). TensorRT-LLM and mlx-lm read widths; TensorRT-LLM reads no biases.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,8 @@ from torch import Tensor, nn
 
 from howlinear.export.folder import write_generation, write_json
 from howlinear.export.hf import INSTEAD
-from howlinear.export.linear_blocks import LinearMLP
 from howlinear.export.weights import dtype_name, write_weights
-from howlinear.linear.affine import Affine, Map, UnitMap
+from howlinear.export.widths import check_llama, feed_forward
 from howlinear.models.families import Block, blocks
 
 MULTIPLE = 256  # readers round a width up to a multiple of this
@@ -69,39 +65,29 @@ class DeciLMConfig(PretrainedConfig):
 '''
 
 
-def save(
-    model: nn.Module,
-    maps: Mapping[Block, Map],
-    folder: str | Path,
-    dtype: torch.dtype | None = None,
-) -> list[str]:
-    """Write the checkpoint, without a tokenizer, into a folder; return notes on what reads it."""
+def save(model: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write the checkpoint of a model after `widen`, without a tokenizer, into a folder."""
     dtype = dtype or next(model.parameters()).dtype
     config: Any = model.config
-    _check_family(model)
-    _check_maps(model, maps)
+    widths = [_width(model, block) for block in blocks(model)]
     described = {name: getattr(config, name) for name in KEPT} | {
         "model_type": "nemotron-nas",
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
         "dtype": dtype_name(dtype),
         "attention_bias": False,
-        "mlp_bias": False,
+        "mlp_bias": True,
         "intermediate_size": None,  # these two are in block_configs
         "num_key_value_heads": None,
-        "block_configs": [_block_config(config, block in maps) for block in blocks(model)],
+        "block_configs": [_block_config(config, width) for width in widths],
         **_rotary(config),
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(_tensors(model, config.tie_word_embeddings, maps), folder, dtype)
+    write_weights(_tensors(model, config.tie_word_embeddings), folder, dtype)
     (folder / "configuration_decilm.py").write_text(CONFIGURATION)
     write_json(folder / "config.json", described, sort_keys=True)
     write_generation(model, folder)
-    return [
-        f"{len(maps)} of {config.num_hidden_layers} blocks are linear: TensorRT-LLM reads them as they "
-        "are, mlx-lm after mlp.linear_mlp is renamed to mlp.linear; vLLM and llama.cpp cannot run them"
-    ]
 
 
 def ffn_mult(width: int, d: int) -> float:
@@ -121,59 +107,18 @@ def width_of(multiple: float, d: int) -> int:
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Refuse a model that `save` would refuse with any maps, before hours of work.
-
-    Widths are checked too, although they would not matter if every block were replaced.
-    """
-    _check_family(model)
+    """Refuse a model that `save` would refuse with any maps, before hours of work."""
+    check_llama(model, "nemotron-nas")
     config: Any = model.config
     ffn_mult(config.intermediate_size, config.hidden_size)
 
 
-def _check_family(model: nn.Module) -> None:
-    """Refuse a model that differs from Llama in something that the format does not describe."""
-    config: Any = model.config
-    kind = config.model_type
-    if type(model).__name__ not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        raise ValueError(
-            f"{kind} cannot be written as nemotron-nas: it is no llama and no mistral that "
-            f"predicts text; {INSTEAD}"
-        )
-    d, heads = config.hidden_size, config.num_attention_heads
-    wrong = {
-        "it is quantised": bool(getattr(config, "quantization_config", None)),
-        "its attention has a sliding window": getattr(config, "sliding_window", None) is not None,
-        "it rotates a part of each head only": (
-            config.rope_parameters.get("partial_rotary_factor", 1) != 1
-        ),
-        "its attention has biases": getattr(config, "attention_bias", False),
-        "its feed-forward blocks have biases": getattr(config, "mlp_bias", False),
-        f"its activation is {config.hidden_act}, not silu": config.hidden_act != "silu",
-        f"its {heads} heads are not {d} / {heads} wide": (
-            (getattr(config, "head_dim", None) or d // heads) * heads != d
-        ),
-    }
-    for reason, holds in wrong.items():
-        if holds:
-            raise ValueError(f"{kind} cannot be written as nemotron-nas: {reason}; {INSTEAD}")
+def _width(model: nn.Module, block: Block) -> int:
+    weight: Any = model.get_submodule(str(block.down)).weight
+    return int(weight.shape[1])
 
 
-def _check_maps(model: Any, maps: Mapping[Block, Map]) -> None:
-    known = blocks(model)
-    for block, fitted in maps.items():
-        if block not in known:
-            raise ValueError(f"{block} is no block of this {model.config.model_type}")
-        part = "hidden units beside it" if isinstance(fitted, UnitMap) else "two factors"
-        if isinstance(fitted, Affine):
-            part = "a bias" if fitted.bias.any() else ""
-        if part:
-            raise ValueError(
-                f"{block}: a linear block of nemotron-nas is one matrix, and this map has "
-                f"{part}; fit whole matrices without intercept, or {INSTEAD}"
-            )
-
-
-def _block_config(config: Any, linear: bool) -> dict[str, Any]:
+def _block_config(config: Any, width: int) -> dict[str, Any]:
     attention = {
         "no_op": False,
         "replace_with_linear": False,
@@ -186,9 +131,10 @@ def _block_config(config: Any, linear: bool) -> dict[str, Any]:
     }
     ffn = {
         "no_op": False,
-        "replace_with_linear": linear,
+        "replace_with_linear": False,
         "sparsify": None,
-        "ffn_mult": None if linear else ffn_mult(config.intermediate_size, config.hidden_size),
+        "intermediate_size": width,
+        "ffn_mult": ffn_mult(width, config.hidden_size),
     }
     return {"attention": attention, "ffn": ffn}
 
@@ -201,15 +147,10 @@ def _rotary(config: Any) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": None if plain else settings}
 
 
-def _tensors(model: nn.Module, tied: bool, maps: Mapping[Block, Map]) -> dict[str, Tensor]:
-    replaced = tuple(f"{block.entry}." for block in maps)
-    state = {n: t for n, t in model.state_dict().items() if not n.startswith(replaced)}
+def _tensors(model: nn.Module, tied: bool) -> dict[str, Tensor]:
+    state = dict(model.state_dict())
     if tied:
         del state["lm_head.weight"]
-    like = next(model.parameters())
-    for block, fitted in maps.items():
-        assert isinstance(fitted, Affine)
-        state[f"{block.entry}.linear_mlp.weight"] = fitted.weight.to(like).contiguous()
     return state
 
 
@@ -228,7 +169,10 @@ def read_back(folder: str | Path) -> nn.Module:
     config = LlamaConfig(**settings, num_key_value_heads=heads // group, intermediate_size=1)
     model = LlamaForCausalLM(config)
     for place, layer in zip(model.model.layers, layers, strict=True):
-        place.mlp = _feed_forward(config, layer["ffn"], d)
+        width = width_of(layer["ffn"]["ffn_mult"], d)
+        if width != layer["ffn"]["intermediate_size"]:
+            raise ValueError(f"{folder} states two widths of one block: {layer['ffn']}")
+        place.mlp = feed_forward(model, width, biases=stored["mlp_bias"])
     state: dict[str, Tensor] = {}
     for file in sorted(Path(folder).glob("model*.safetensors")):
         state |= load_file(file)
@@ -240,15 +184,3 @@ def read_back(folder: str | Path) -> nn.Module:
         model.generation_config = GenerationConfig.from_pretrained(folder)
     loaded: nn.Module = model.requires_grad_(False).eval()
     return loaded
-
-
-def _feed_forward(config: Any, ffn: Mapping[str, Any], d: int) -> nn.Module:
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    if ffn["replace_with_linear"]:
-        layer = LinearMLP(d, d)
-        layer.linear_mlp.bias = None
-        return layer
-    config = copy.copy(config)
-    config.intermediate_size = width_of(ffn["ffn_mult"], d)
-    return LlamaMLP(config)

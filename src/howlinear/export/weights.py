@@ -79,4 +79,4 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])

@@ -6,9 +6,10 @@
     write_export(model, tokenizer, result, "out", "hf", "org/name", report)
     result.exported["perplexity"]
 
-`hf` holds every map of every family and includes a file of code; `narrow` and `nemotron-nas` need no
-code and hold fewer kinds of maps. The folder has the weights in the dtype of their source, the
-tokenizer, a model card, `plan.json` and `compress.json`. The model in memory is changed.
+`hf` holds every map of every family and includes a file of code; `narrow`, `nemotron-nas` and `gguf` need no
+code: there maps are hidden units of stock blocks. The folder has the weights in the dtype of their source (a
+GGUF file in the type asked for), the tokenizer, a model card, `plan.json` and `compress.json`. The model in
+memory is changed.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.compression.compress import Compression
-from howlinear.export import hf, narrow, nemotron_nas
+from howlinear.compression.targets import GGUF, NEMOTRON
+from howlinear.export import gguf_write, hf, narrow, nemotron_nas
 from howlinear.export.card import card, measured_table
 from howlinear.export.folder import add_files, check_free, new_folder, origin
+from howlinear.export.gguf_read import check_file
 from howlinear.export.install import install_maps
 from howlinear.export.reload import verify
 from howlinear.export.weights import dtype_name, round_weights, stored_as, weight_files
+from howlinear.export.widths import widen
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
-from howlinear.models.families import Block, blocks
+from howlinear.models.families import Block, blocks, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.loading import quiet
 from howlinear.records import files
@@ -41,10 +45,14 @@ __all__ = ["check_exportable", "check_free", "write_export"]
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
 
 
-def check_exportable(model: nn.Module, kind: str, add_biases: bool = False) -> None:
+def check_exportable(
+    model: nn.Module, kind: str, add_biases: bool = False, source: str | Path | None = None
+) -> None:
     """Refuse, before any work, a model that this kind of export cannot hold."""
     if kind == "narrow":
         narrow.check_exportable(model, add_biases=add_biases)
+    elif kind == "gguf":
+        gguf_write.check_exportable(model, source)
     elif kind == "nemotron-nas":
         nemotron_nas.check_exportable(model)
     else:
@@ -60,24 +68,24 @@ def write_export(
     source: str | Path | None,
     report: WindowsLike,
     add_biases: bool = False,
+    gguf_type: str = "f16",
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
 
     `source` is the argument of `models.loading.load`, `report` the windows (n, length) on which
     `result.change` was measured. The rounded model is measured on them again.
     """
-    dtype, total = getattr(model, "stored_dtype", torch.float32), len(blocks(model))
+    total = len(blocks(model))
     with quiet(), new_folder(out) as folder:
-        written, notes = _fill(kind, model.float(), result.maps, folder, dtype, add_biases)
+        if kind == "gguf":
+            written, stored = _gguf(model, result.maps, folder, gguf_type, source)
+        else:
+            written, stored = _checkpoint(kind, model, result, folder, add_biases)
         change = _measured(written, result.change, report)
-        exported = {
-            "kind": kind,
-            "folder": Path(out).name,
-            **_stored(written, folder, dtype),
-            **_perplexity(change),
-            "notes": notes,
-        }
-        facts = origin(source)
+        size = sum(path.stat().st_size for path in weight_files(folder))
+        exported = {"kind": kind, "folder": Path(out).name, "bytes": size, **stored}
+        exported |= {"parameters": parameter_count(written), **_perplexity(change)}
+        facts, tokenizer = origin(source), None if kind == "gguf" else tokenizer
         readme = card(
             kind,
             facts,
@@ -89,17 +97,47 @@ def write_export(
             has_tokenizer=tokenizer is not None,
         )
         add_files(folder, facts, tokenizer, {"README.md": readme, **_records(result, exported)})
-        verify(folder, written, _inputs(written, report), kind)
+        _check(folder, written, _inputs(written, report), kind, source)
     result.exported.update(exported)
 
 
-def _stored(model: nn.Module, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """The dtype and number of parameters, and the bytes of the weights on disk."""
-    return {
-        "dtype": dtype_name(dtype),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": sum(path.stat().st_size for path in weight_files(folder)),
-    }
+def _check(
+    folder: Path, written: Any, inputs: dict[str, Tensor], kind: str, source: str | Path | None
+) -> None:
+    """Read what was written, and compare it with the model in memory."""
+    if kind == "gguf":
+        check_file(folder / gguf_write.FILE, written, _source(source), inputs)
+    else:
+        verify(folder, written, inputs, kind)
+
+
+def _source(name: str | Path | None) -> gguf_write.Source:
+    path = gguf_write.source_file(name)
+    assert path is not None  # `check_exportable` refuses others
+    return gguf_write.Source.of(path)
+
+
+def _gguf(
+    model: Any, maps: Mapping[Block, Map], folder: Path, kind: str, name: str | Path | None
+) -> tuple[Any, dict[str, Any]]:
+    """Write the file; the model that it describes, and facts for `exported`."""
+    gguf_write.check_exportable(model, name)
+    model, source = model.float(), _source(name)
+    before = gguf_write.tensor_bytes(model, kind, source)
+    widen(model, maps, GGUF)
+    changed = [block.entry for block in maps]
+    gguf_write.write_gguf(model, folder / gguf_write.FILE, kind, source, changed)
+    return model, {"dtype": kind, "bytes_before": before, "notes": [_widths_note(model)]}
+
+
+def _checkpoint(
+    kind: str, model: Any, result: Compression, folder: Path, add_biases: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Write safetensors and their config; the model that they describe, and facts for `exported`."""
+    dtype = getattr(model, "stored_dtype", torch.float32)
+    written, notes = _fill(kind, model.float(), result.maps, folder, dtype, add_biases)
+    before = result.parameters * dtype.itemsize
+    return written, {"dtype": dtype_name(dtype), "bytes_before": before, "notes": notes}
 
 
 def _fill(
@@ -123,14 +161,16 @@ def _fill(
         round_weights(model, dtype)
         hf.write(model, folder, dtype)
         return model, []
-    like = next(model.parameters()).detach().new_empty(0, dtype=dtype)
-    rounded = {block: fitted.to(like) for block, fitted in maps.items()}
-    notes = nemotron_nas.save(model, rounded, folder, dtype)  # first: it refuses some maps
+    nemotron_nas.check_exportable(model)
+    widen(model, maps, NEMOTRON)
     round_weights(model, dtype)
-    install_maps(model, rounded)
-    for block in maps:
-        model.get_submodule(block.entry).linear_mlp.bias = None  # zero, and not in the folder
-    return model, notes
+    nemotron_nas.save(model, folder, dtype)
+    return model, [_widths_note(model)]
+
+
+def _widths_note(model: nn.Module) -> str:
+    widths = sorted(gguf_write.widths(model))
+    return f"hidden units of blocks: from {widths[0]} to {widths[-1]}, one width for each block"
 
 
 def _measured(
