@@ -188,7 +188,7 @@ def test_llama_cpp_computes_the_same(model, packed, tmp_path):
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     with LlamaCpp.start(path, length=len(ids)) as engine:
-        answers = engine.log_probabilities(ids)
+        answers = engine.score(ids)
     assert [i for i, answer in enumerate(answers) if answer is None] == [4]
     known = [i for i in range(len(answers)) if i != 4]
     ours = [float(want[i, ids[i + 1]]) for i in known]

@@ -172,11 +172,12 @@ def _type(tensor: Tensor, there: str, kind: str, source: Source) -> Any:
 
     if tensor.ndim == 1:
         return Type.F32
-    replaced = source.tensors.get(there)
-    if kind == "source":
-        wanted = Type.Q8_0 if replaced is None else replaced.tensor_type
+    if kind != "source":
+        wanted = Type[kind.upper()]
+    elif there in source.tensors:
+        wanted = source.tensors[there].tensor_type
     else:
-        wanted = {"f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0}[kind]
+        wanted = Type.Q8_0
     return Type.F16 if tensor.shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
 
@@ -232,7 +233,7 @@ def metadata(model: Any, kind: str, source: Source) -> dict[str, Field]:
         array = GGUFValueType.ARRAY, GGUFValueType.UINT32
         fields[f"{ARCHITECTURE}.{name}"] = Field(values, *array)
     if kind != "source":
-        number = LlamaFileType[{"q8_0": "MOSTLY_Q8_0"}.get(kind, f"MOSTLY_{kind.upper()}")]
+        number = LlamaFileType[f"MOSTLY_{kind.upper()}"]
         fields["general.file_type"] = Field(int(number), GGUFValueType.UINT32)
     return fields
 
