@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -75,6 +76,20 @@ def test_llama_cpp_runs_an_export_beside_the_original(exported, packed):
     shown = console.file.getvalue()
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert "5 of 5" in shown
+
+
+@needs_llama_cpp
+def test_an_export_says_what_it_ran_in(exported):
+    (line,) = [
+        n
+        for n in json.loads((exported / "compress.json").read_text())["exported"]["notes"]
+        if "ran in" in n
+    ]
+    assert re.fullmatch(
+        r"ran in llama.cpp [\d.]+: log-probabilities of \d\d tokens differ .* at most [\de.-]+ nats",
+        line,
+    )
+    assert "- ran in llama.cpp" in (exported / "README.md").read_text()
 
 
 @needs_llama_cpp

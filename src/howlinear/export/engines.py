@@ -34,13 +34,14 @@ from torch import Tensor
 
 from howlinear.export import engine_worker, gguf_read, gguf_write, llama_cpp, nemotron_nas
 from howlinear.export.llama_cpp import LlamaCpp, Prediction
-from howlinear.export.weights import round_weights, stored_as, weight_files
+from howlinear.export.weights import file_bytes, round_weights, stored_as
 from howlinear.losses.speed import (
     PROMPT,
     WARM_UP,
     Speed,
     SpeedComparison,
     decode,
+    generates,
     multiply_adds,
     prefill,
 )
@@ -91,8 +92,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        paths = [self.path] if self.path.is_file() else weight_files(self.path)
-        return sum(path.stat().st_size for path in paths)
+        return self.path.stat().st_size if self.path.is_file() else file_bytes(self.path)
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,6 +152,30 @@ def run_engines(
     shape = {"tokens": int(windows.numel()), "window": windows.shape[1]}
     shape["threads"] = torch.get_num_threads()
     return EngineBench(engines, rows, asdict(settings) | shape)
+
+
+def engine_notes(folder: Path, kind: str, model: Any, windows: Tensor) -> list[str]:
+    """What engines other than transformers make of an export that was just written: a line for each.
+
+    Only engines that are installed run; transformers loads exports in `reload`.
+    """
+    notes: list[str] = []
+    for name, row in ENGINES.items() if generates(model) else ():
+        if name == "transformers" or kind not in row.kinds or row.missing():
+            continue
+        settings = EngineSettings(length=windows.shape[1], trust=True)  # the code is ours
+        path = folder / gguf_write.FILE if kind == "gguf" else folder
+        try:
+            with row.start(Stored("export", path, model), settings) as (version, engine):
+                found = _agreement(engine, model, windows)
+        except ValueError as problem:
+            notes.append(f"does not run in {name} here: {problem}")
+            continue
+        notes.append(
+            f"ran in {name} {version}: log-probabilities of {found['scored']} tokens differ from those of "
+            f"the stored values by at most {found['largest_difference']:.2g} nats"
+        )
+    return notes
 
 
 def _stored(folder: Path, original: Any, source: str | Path | None, work: Path) -> list[Stored]:

@@ -80,3 +80,7 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype)
 
 def weight_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
+
+
+def file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(folder))

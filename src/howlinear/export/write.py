@@ -27,11 +27,12 @@ from howlinear.compression.compress import Compression
 from howlinear.compression.targets import GGUF, NEMOTRON
 from howlinear.export import gguf_write, hf, narrow, nemotron_nas
 from howlinear.export.card import card, measured_table
+from howlinear.export.engines import engine_notes
 from howlinear.export.folder import add_files, check_free, new_folder, origin
 from howlinear.export.gguf_read import check_file
 from howlinear.export.install import install_maps
 from howlinear.export.reload import verify
-from howlinear.export.weights import dtype_name, round_weights, stored_as, weight_files
+from howlinear.export.weights import dtype_name, file_bytes, round_weights, stored_as
 from howlinear.export.widths import widen
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
@@ -82,8 +83,10 @@ def write_export(
         else:
             written, stored = _checkpoint(kind, model, result, folder, add_biases)
         change = _measured(written, result.change, report)
-        size = sum(path.stat().st_size for path in weight_files(folder))
-        exported = {"kind": kind, "folder": Path(out).name, "bytes": size, **stored}
+        stored["notes"] += engine_notes(
+            folder, kind, written, _inputs(written, report)["input_ids"]
+        )
+        exported = {"kind": kind, "folder": Path(out).name, "bytes": file_bytes(folder), **stored}
         exported |= {"parameters": parameter_count(written), **_perplexity(change)}
         facts, tokenizer = origin(source), None if kind == "gguf" else tokenizer
         readme = card(
