@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
-from typer import Option
+from typer import Exit, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import progress_bars, say, show
@@ -41,14 +41,13 @@ KeepUnits = Annotated[
     str, Option(help="Hidden units that each replaced block keeps: auto or a number.")
 ]
 Export = Annotated[
-    Literal["hf", "narrow", "nemotron-nas", "gguf"],
-    Option(help="Kind of checkpoint. narrow, nemotron-nas, gguf: for engines without remote code."),
+    Literal["hf", "stock", "nemotron-nas", "gguf"],
+    Option(help="Kind of checkpoint. stock, nemotron-nas, gguf: for engines without remote code."),
 ]
 GgufType = Annotated[
     Literal["f16", "bf16", "q8_0", "source"],
     Option(help="With gguf: type of matrices. source: unchanged ones keep the source's bytes."),
 ]
-AddBiases = Annotated[bool, Option("--add-biases", help="With narrow: enable the family's biases.")]
 Tokens = Annotated[int, Option(help="Tokens to choose by; as many others to report on.", min=256)]
 Curve = Annotated[
     str | None,
@@ -85,7 +84,6 @@ def compress(
     rank: Rank = "auto",
     keep_units: KeepUnits = "auto",
     export: Export = "hf",
-    add_biases: AddBiases = False,
     gguf_type: GgufType = "f16",
     tokens: Tokens = 4096,
     curve: Curve = None,
@@ -113,8 +111,8 @@ def compress(
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
     exported = None if dry_run else out
     _set_goal(amount, source, target_size, speedup)
-    if exported is not None or export in ("gguf", "nemotron-nas"):  # their plans need a Llama
-        check_exportable(net, export, add_biases, source.model)
+    if exported is not None or export != "hf":  # its plans alone need no model that can be written
+        check_exportable(net, export, source.model)
     _check_disk(net, exported)
     amount["settings"] = settings | {"baselines": baselines, "heal": heal}
     result, report = _compressed(source, others, tokens, amount, ranks)
@@ -122,14 +120,18 @@ def compress(
     def write() -> None:
         source.folder.add(result.plan_dict())
         source.folder.add(result.to_dict())
-        if exported is not None:
+        if exported is not None and not result.unmet:
             say(f"writing {exported}")
-            where = (exported, export, source.model, report, add_biases, gguf_type)
+            where = (exported, export, source.model, report, gguf_type)
             write_export(net, source.tokenizer, result, *where)
             source.folder.add(result.to_dict())
 
-    show(result, show_compression, exported or run / "compress.json", as_json, write)
+    written = exported if exported is not None and not result.unmet else run / "compress.json"
+    show(result, show_compression, written, as_json, write)
     ranks.stop()
+    if result.unmet:
+        say(f"howlinear: no model is written: {result.unmet}")
+        raise Exit(1)
 
 
 def _check_out(out: Path | None, dry_run: bool) -> None:
@@ -157,9 +159,10 @@ def _goals(target_size: str | None, speedup: float | None, export: str) -> dict[
         flags.bytes_of(target_size, "--target-size")
     if speedup is not None and not speedup > 1:
         raise ValueError(f"--speedup {speedup:g} is no gain: write a number above 1, such as 1.2")
-    if export != "hf" and (target_size is not None or speedup is not None):
-        name = "--target-size" if target_size is not None else "--speedup"
-        raise ValueError(f"{name} counts what --export hf stores: use --remove-params here")
+    if export == "gguf" and target_size is not None:
+        raise ValueError(
+            "--target-size counts the source's dtype, not GGUF types: use --remove-params"
+        )
     return {"--target-size": target_size, "--speedup": speedup}
 
 
@@ -369,6 +372,9 @@ def _show_export(console: Console, exported: dict[str, Any]) -> None:
     again = "loaded again in a new process" if exported.get("kind") != "gguf" else "read again"
     before = exported.get("bytes_before")  # not in results of earlier versions
     instead = "" if before is None else f" instead of {before / 1e6:.1f}"
+    if tensors := exported.get("tensor_bytes"):
+        fewer = before - tensors
+        instead += f", {abs(fewer):,} bytes {'less' if fewer >= 0 else 'more'} of weights"
     kind = "the source's types" if exported["dtype"] == "source" else exported["dtype"]
     write(
         console,

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howlinear.compression.targets import INSTEAD
 from howlinear.export.folder import write_generation, write_json
-from howlinear.export.hf import INSTEAD
 from howlinear.export.weights import dtype_name, write_weights
 from howlinear.export.widths import check_llama, feed_forward
 from howlinear.models.families import Block, blocks

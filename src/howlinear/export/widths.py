@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from howlinear.compression.targets import Format
-from howlinear.export.hf import INSTEAD
+from howlinear.compression.targets import INSTEAD, Format
 from howlinear.export.stock_units import Units, gated_units
 from howlinear.linear.affine import Map
 from howlinear.models.families import Block, blocks

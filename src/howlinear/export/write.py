@@ -6,10 +6,10 @@
     write_export(model, tokenizer, result, "out", "hf", "org/name", report)
     result.exported["perplexity"]
 
-`hf` holds every map of every family and includes a file of code; `narrow`, `nemotron-nas` and `gguf` need no
-code: there maps are hidden units of stock blocks. The folder has the weights in the dtype of their source (a
-GGUF file in the type asked for), the tokenizer, a model card, `plan.json` and `compress.json`. The model in
-memory is changed.
+`hf` holds every map of every family and includes a file of code. `stock`, `nemotron-nas` and `gguf` are for engines
+that run no code of a checkpoint: there maps are hidden units of stock blocks. The folder has the weights in the
+dtype of their source (a GGUF file in the type asked for), the tokenizer, a model card, `plan.json` and
+`compress.json`. The model in memory is changed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from torch import Tensor, nn
 
 from howlinear.compression.compress import Compression
 from howlinear.compression.targets import GGUF, NEMOTRON
-from howlinear.export import gguf_write, hf, narrow, nemotron_nas
+from howlinear.export import gguf_write, hf, nemotron_nas, stock
 from howlinear.export.card import card, measured_table
 from howlinear.export.folder import add_files, check_free, new_folder, origin
 from howlinear.export.gguf_read import check_file
 from howlinear.export.install import install_maps
 from howlinear.export.reload import verify
-from howlinear.export.weights import dtype_name, round_weights, stored_as, weight_files
+from howlinear.export.weights import (
+    dtype_name,
+    round_weights,
+    stored_as,
+    tensor_bytes,
+    weight_files,
+)
 from howlinear.export.widths import widen
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
@@ -45,12 +51,10 @@ __all__ = ["check_exportable", "check_free", "write_export"]
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
 
 
-def check_exportable(
-    model: nn.Module, kind: str, add_biases: bool = False, source: str | Path | None = None
-) -> None:
+def check_exportable(model: nn.Module, kind: str, source: str | Path | None = None) -> None:
     """Refuse, before any work, a model that this kind of export cannot hold."""
-    if kind == "narrow":
-        narrow.check_exportable(model, add_biases=add_biases)
+    if kind == "stock":
+        stock.check_exportable(model)
     elif kind == "gguf":
         gguf_write.check_exportable(model, source)
     elif kind == "nemotron-nas":
@@ -67,7 +71,6 @@ def write_export(
     kind: str,
     source: str | Path | None,
     report: WindowsLike,
-    add_biases: bool = False,
     gguf_type: str = "f16",
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
@@ -80,7 +83,7 @@ def write_export(
         if kind == "gguf":
             written, stored = _gguf(model, result.maps, folder, gguf_type, source)
         else:
-            written, stored = _checkpoint(kind, model, result, folder, add_biases)
+            written, stored = _checkpoint(kind, model, result, folder)
         change = _measured(written, result.change, report)
         size = sum(path.stat().st_size for path in weight_files(folder))
         exported = {"kind": kind, "folder": Path(out).name, "bytes": size, **stored}
@@ -127,34 +130,39 @@ def _gguf(
     widen(model, maps, GGUF)
     changed = [block.entry for block in maps]
     gguf_write.write_gguf(model, folder / gguf_write.FILE, kind, source, changed)
-    return model, {"dtype": kind, "bytes_before": before, "notes": [_widths_note(model)]}
+    stored = gguf_write.Source.of(folder / gguf_write.FILE).tensors.values()
+    return model, {
+        "dtype": kind,
+        "tensor_bytes": sum(int(tensor.n_bytes) for tensor in stored),
+        "bytes_before": before,
+        "notes": [_widths_note(model)],
+    }
 
 
 def _checkpoint(
-    kind: str, model: Any, result: Compression, folder: Path, add_biases: bool
+    kind: str, model: Any, result: Compression, folder: Path
 ) -> tuple[Any, dict[str, Any]]:
     """Write safetensors and their config; the model that they describe, and facts for `exported`."""
     dtype = getattr(model, "stored_dtype", torch.float32)
-    written, notes = _fill(kind, model.float(), result.maps, folder, dtype, add_biases)
-    before = result.parameters * dtype.itemsize
-    return written, {"dtype": dtype_name(dtype), "bytes_before": before, "notes": notes}
+    written, notes = _fill(kind, model.float(), result.maps, folder, dtype)
+    return written, {
+        "dtype": dtype_name(dtype),
+        "tensor_bytes": tensor_bytes(folder),
+        "bytes_before": result.parameters * dtype.itemsize,
+        "notes": notes,
+    }
 
 
 def _fill(
-    kind: str,
-    model: Any,
-    maps: Mapping[Block, Map],
-    folder: Path,
-    dtype: torch.dtype,
-    add_biases: bool,
+    kind: str, model: Any, maps: Mapping[Block, Map], folder: Path, dtype: torch.dtype
 ) -> tuple[Any, list[str]]:
     """Write the weights, config and code; the model that they describe, in float32, and notes for its user."""
-    if kind == "narrow":
-        small, notes = narrow.narrowed(model, maps, add_biases=add_biases)
+    if kind == "stock":
+        small = stock.with_one_width(model, maps)
         round_weights(small, dtype)
         with stored_as(small, dtype):
-            narrow.save(small, folder)
-        return small, notes
+            stock.save(small, folder)
+        return small, [f"hidden units of each block: {gguf_write.widths(small)[0]}"]
     if kind == "hf":
         hf.check_exportable(model)
         install_maps(model, maps)
