@@ -96,13 +96,13 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    from howlinear.export.write import check_exportable, write_export
+    from howlinear.export.write import check_exportable, plan_target, write_export
     from howlinear.run.work import Ranks
 
     source = RunSource(run, model, text_file)
     goals = _goals(target_size, speedup, export)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
-    settings = _settings(rank, keep_units, curve, export)
+    settings = _settings(rank, keep_units, curve)
     source.check_blocks(blocks)
     others = source.other_texts(also_fit or [])
     source.folder.check_addable("plan", "compress")
@@ -113,6 +113,7 @@ def compress(
     _set_goal(amount, source, target_size, speedup)
     if exported is not None or export != "hf":  # its plans alone need no model that can be written
         check_exportable(net, export, source.model)
+    settings["target"] = plan_target(net, export, source.model)
     _check_disk(net, exported)
     amount["settings"] = settings | {"baselines": baselines, "heal": heal}
     result, report = _compressed(source, others, tokens, amount, ranks)
@@ -145,12 +146,12 @@ def _check_out(out: Path | None, dry_run: bool) -> None:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
 
 
-def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
+def _settings(rank: str, keep_units: str, curve: str | None) -> dict[str, Any]:
     """Fields of `CompressSettings`."""
     shares = [flags.share_of(part, "--curve", most=1) for part in curve.split(",")] if curve else ()
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
-    return {"curve": shares, "rank": matrix_rank, "units": units, "target": export}
+    return {"curve": shares, "rank": matrix_rank, "units": units}
 
 
 def _goals(target_size: str | None, speedup: float | None, export: str) -> dict[str, Any]:

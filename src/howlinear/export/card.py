@@ -78,10 +78,8 @@ One file, `model.gguf`, for llama.cpp and what is built on it:
 llama-server -m model.gguf
 ```
 
-Its architecture is `deci`, which has a width for each layer. Replaced blocks are gated blocks of their own
-width with biases: linear maps are hidden units with a constant gate. The file was read again and its bytes
-agree with the model that was measured. `howlinear bench . --engines` runs it in the engines that are
-installed and compares them with these bytes.
+The file was read again and its bytes agree with the model that was measured. `howlinear bench . --engines`
+runs it in the engines that are installed and compares them with these bytes.
 """,
 }
 ENGINES = """

@@ -106,7 +106,7 @@ def _tensors(small: nn.Module, block: Block, fitted: UnitMap) -> dict[str, Tenso
     units = kept_units(fitted, next(small.parameters()).new_zeros(len(bias)))
     parts = {str(block.down): (units.writes, bias.to(units.writes))}
     reads = iter(units.reads)
-    for path, count in _projections(small, block):
+    for path, count in projections(small, block):
         weights, biases = zip(*(next(reads) for _ in range(count)), strict=True)
         parts[path] = torch.cat(weights), torch.cat(biases)
     tensors = {}
@@ -120,7 +120,7 @@ def _tensors(small: nn.Module, block: Block, fitted: UnitMap) -> dict[str, Tenso
     return tensors
 
 
-def _projections(model: nn.Module, block: Block) -> list[tuple[str, int]]:
+def projections(model: nn.Module, block: Block) -> list[tuple[str, int]]:
     """(path, parts) of the projections to the hidden units; 2 parts where one holds gate and up."""
     projections = []
     hidden = weight_of(attrgetter(str(block.down))(model)).shape[1]
@@ -143,7 +143,7 @@ def _settings(model: nn.Module) -> dict[str, list[Block]]:
     """
     shell = _shell(model, _config(model))
     hidden = {block: _hidden(shell, block) for block in blocks(model)}
-    paths = {path for block in hidden for path, _ in _projections(shell, block)}
+    paths = {path for block in hidden for path, _ in projections(shell, block)}
     paths |= {str(block.down) for block in hidden}
     settings: dict[str, list[Block]] = {}
     trial = 2 * max(hidden.values(), default=0) + 2

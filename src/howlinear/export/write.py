@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.compression.compress import Compression
-from howlinear.compression.targets import GGUF, NEMOTRON
-from howlinear.export import gguf_write, hf, nemotron_nas, stock
+from howlinear.compression.targets import GGUF, NEMOTRON, STOCK
+from howlinear.export import gguf_family, gguf_write, hf, nemotron_nas, stock
 from howlinear.export.card import card, measured_table
 from howlinear.export.folder import add_files, check_free, new_folder, origin
 from howlinear.export.gguf_read import check_file
@@ -46,7 +46,7 @@ from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.loading import quiet
 from howlinear.records import files
 
-__all__ = ["check_exportable", "check_free", "write_export"]
+__all__ = ["check_exportable", "check_free", "plan_target", "write_export"]
 
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
 
@@ -56,11 +56,20 @@ def check_exportable(model: nn.Module, kind: str, source: str | Path | None = No
     if kind == "stock":
         stock.check_exportable(model)
     elif kind == "gguf":
-        gguf_write.check_exportable(model, source)
+        file = gguf_write.source_of(source)
+        if gguf_write.why_not_deci(model, file):
+            gguf_family.check_family(model, file)
     elif kind == "nemotron-nas":
         nemotron_nas.check_exportable(model)
     else:
         hf.check_exportable(model)
+
+
+def plan_target(model: nn.Module, kind: str, source: str | Path | None = None) -> str:
+    """What a plan counts for (`CompressSettings.target`): GGUF files of most families have one width."""
+    if kind == "gguf" and gguf_write.why_not_deci(model, gguf_write.source_of(source)):
+        return STOCK
+    return kind
 
 
 def write_export(
@@ -108,34 +117,36 @@ def _check(
     folder: Path, written: Any, inputs: dict[str, Tensor], kind: str, source: str | Path | None
 ) -> None:
     """Read what was written, and compare it with the model in memory."""
-    if kind == "gguf":
-        check_file(folder / gguf_write.FILE, written, _source(source), inputs)
-    else:
+    path = folder / gguf_write.FILE
+    if kind == "gguf" and gguf_write.Source.of(path).architecture == gguf_write.ARCHITECTURE:
+        check_file(path, written, gguf_write.source_of(source), inputs)
+    elif kind != "gguf":  # `_gguf` has checked a file of another architecture
         verify(folder, written, inputs, kind)
-
-
-def _source(name: str | Path | None) -> gguf_write.Source:
-    path = gguf_write.source_file(name)
-    assert path is not None  # `check_exportable` refuses others
-    return gguf_write.Source.of(path)
 
 
 def _gguf(
     model: Any, maps: Mapping[Block, Map], folder: Path, kind: str, name: str | Path | None
 ) -> tuple[Any, dict[str, Any]]:
     """Write the file; the model that it describes, and facts for `exported`."""
-    gguf_write.check_exportable(model, name)
-    model, source = model.float(), _source(name)
-    before = gguf_write.tensor_bytes(model, kind, source)
-    widen(model, maps, GGUF)
-    changed = [block.entry for block in maps]
-    gguf_write.write_gguf(model, folder / gguf_write.FILE, kind, source, changed)
-    stored = gguf_write.Source.of(folder / gguf_write.FILE).tensors.values()
-    return model, {
+    model, source, path = model.float(), gguf_write.source_of(name), folder / gguf_write.FILE
+    if gguf_write.why_not_deci(model, source):
+        small = stock.with_one_width(model, maps)
+        before = gguf_family.source_bytes(kind, source)
+        gguf_family.write_family(small, path, kind, source)
+        gguf_family.check_family_file(path, small, source)
+        written: Any = gguf_family.read_family(path)
+        notes = [f"architecture {source.architecture}, {_width_note(written)}"]
+    else:
+        before = gguf_write.tensor_bytes(model, kind, source)
+        widen(model, maps, GGUF)
+        gguf_write.write_gguf(model, path, kind, source, [block.entry for block in maps])
+        written, notes = model, [f"architecture deci, {_widths_note(model)}"]
+    stored = gguf_write.Source.of(path).tensors.values()
+    return written, {
         "dtype": kind,
         "tensor_bytes": sum(int(tensor.n_bytes) for tensor in stored),
         "bytes_before": before,
-        "notes": [_widths_note(model)],
+        "notes": notes,
     }
 
 
@@ -162,7 +173,7 @@ def _fill(
         round_weights(small, dtype)
         with stored_as(small, dtype):
             stock.save(small, folder)
-        return small, [f"hidden units of each block: {gguf_write.widths(small)[0]}"]
+        return small, [_width_note(small)]
     if kind == "hf":
         hf.check_exportable(model)
         install_maps(model, maps)
@@ -176,9 +187,16 @@ def _fill(
     return model, [_widths_note(model)]
 
 
+def _width_note(model: nn.Module) -> str:
+    return f"hidden units of each block: {gguf_write.widths(model)[0]}"
+
+
 def _widths_note(model: nn.Module) -> str:
     widths = sorted(gguf_write.widths(model))
-    return f"hidden units of blocks: from {widths[0]} to {widths[-1]}, one width for each block"
+    return (
+        f"hidden units of blocks: from {widths[0]} to {widths[-1]}, one width for each block; linear maps "
+        "are hidden units with a constant gate"
+    )
 
 
 def _measured(
