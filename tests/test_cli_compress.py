@@ -137,6 +137,7 @@ def test_a_stock_model_is_smaller_by_what_the_plan_says_to_the_byte(
 ):
     out = tmp_path / "small"
     done = squeezed("-o", out, "--export", "stock", "--remove-params", "20%")
+    assert done.stderr.index("vLLM on CPUs has no") < done.stderr.index("fitting options")
     record = json.loads((out / "compress.json").read_text())
     assert record["removed"] >= 0.2 * record["feed_forward"]
     exported = record["exported"]
@@ -162,7 +163,7 @@ def test_a_budget_that_cannot_be_met_ends_with_1_and_the_nearest_plan(here, copi
     done = here("compress", copied, *args)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("howlinear: no model is written: 99.0% of the feed-forward parameters")
+    assert last.startswith("howlinear: 99.0% of the feed-forward parameters")
     assert "3 of 3 blocks replaced" in done.stdout
     assert not out.exists()
     assert json.loads((copied / "compress.json").read_text())["unmet"] in last

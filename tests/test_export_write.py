@@ -119,7 +119,8 @@ def test_the_whole_way(kind, tmp_path, request):
     if kind == "hf":
         assert told["parameters"] == result.parameters - result.removed
     elif kind == "stock":
-        assert told["notes"] == ["hidden units of each block: 8"]
+        few = "vLLM on CPUs has no attention for heads of 4: use --export gguf and llama.cpp there"
+        assert told["notes"] == ["hidden units of each block: 8", few]
     assert told["tensor_bytes"] == 2 * told["parameters"]
     assert told["bytes_before"] == 2 * result.parameters
     assert_card(folder, result, total=len(blocks(loaded)))
@@ -219,6 +220,13 @@ def test_each_kind_is_checked_by_its_own_rules():
     export_write.check_exportable(made("qwen2"), "hf")
     export_write.check_exportable(made("qwen2"), "stock")
     export_write.check_exportable(made("llama", **SIZES), "nemotron-nas")
+
+
+def test_limits_of_engines_are_known_beforehand():
+    (limit,) = export_write.engine_limits(made("qwen3"), "stock")
+    assert "heads of 8: use --export gguf" in limit
+    assert export_write.engine_limits(made("qwen3", head_dim=64), "stock") == []
+    assert export_write.engine_limits(made("qwen3"), "hf") == []
 
 
 def test_other_windows_than_those_of_the_change_are_refused(tmp_path):

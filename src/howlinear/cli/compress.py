@@ -96,7 +96,7 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    from howlinear.export.write import check_exportable, plan_target, write_export
+    from howlinear.export.write import write_export
     from howlinear.run.work import Ranks
 
     source = RunSource(run, model, text_file)
@@ -106,15 +106,11 @@ def compress(
     source.check_blocks(blocks)
     others = source.other_texts(also_fit or [])
     source.folder.check_addable("plan", "compress")
-    _check_out(out, dry_run)
+    exported = _checked_out(out, dry_run)
     ranks = Ranks.start()
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
-    exported = None if dry_run else out
     _set_goal(amount, source, target_size, speedup)
-    if exported is not None or export != "hf":  # its plans alone need no model that can be written
-        check_exportable(net, export, source.model)
-    settings["target"] = plan_target(net, export, source.model)
-    _check_disk(net, exported)
+    settings["target"] = _target(net, export, source.model, exported)
     amount["settings"] = settings | {"baselines": baselines, "heal": heal}
     result, report = _compressed(source, others, tokens, amount, ranks)
 
@@ -123,20 +119,20 @@ def compress(
         source.folder.add(result.to_dict())
         if exported is not None and not result.unmet:
             say(f"writing {exported}")
-            where = (exported, export, source.model, report, gguf_type)
-            write_export(net, source.tokenizer, result, *where)
+            of = (export, source.model, report, gguf_type)
+            write_export(net, source.tokenizer, result, exported, *of)
             source.folder.add(result.to_dict())
 
-    written = exported if exported is not None and not result.unmet else run / "compress.json"
-    show(result, show_compression, written, as_json, write)
+    where = exported if exported is not None and not result.unmet else run / "compress.json"
+    show(result, show_compression, where, as_json, write)
     ranks.stop()
     if result.unmet:
-        say(f"howlinear: no model is written: {result.unmet}")
+        say(f"howlinear: {result.unmet}")
         raise Exit(1)
 
 
-def _check_out(out: Path | None, dry_run: bool) -> None:
-    """Refuse a folder that cannot be written to, or none."""
+def _checked_out(out: Path | None, dry_run: bool) -> Path | None:
+    """The folder to write, if any; one that cannot be written to, or none without --dry-run, is refused."""
     from howlinear.export.write import check_free
 
     if out is not None:
@@ -144,6 +140,19 @@ def _check_out(out: Path | None, dry_run: bool) -> None:
         check_writable(out / "config.json", "name another folder with -o")
     elif not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
+    return None if dry_run else out
+
+
+def _target(net: Any, export: str, model: str | None, out: Path | None) -> str:
+    """What the plan counts for; refused, before fitting, what cannot be exported or does not fit on the disk."""
+    from howlinear.export.write import check_exportable, engine_limits, plan_target
+
+    if out is not None or export != "hf":  # a plan for hf needs no model that can be written
+        check_exportable(net, export, model)
+    for limit in engine_limits(net, export):
+        say(limit)
+    _check_disk(net, out)
+    return plan_target(net, export, model)
 
 
 def _settings(rank: str, keep_units: str, curve: str | None) -> dict[str, Any]:

@@ -154,8 +154,7 @@ def compress_model(
     run, work = Profile.load(folder), work or Work()
     every = [b for b, _ in match(model, run, None)]
     sizes = Sizes(model, every, settings.target)
-    if sizes.even:
-        settings = _even(settings, sizes)
+    settings = _even(settings, sizes) if sizes.even else settings
     fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
     losses = Losses(model, choose, report, settings.protocol, work)
     if settings.heal:
@@ -185,13 +184,18 @@ def compress_model(
             "protocol": losses.protocol.name,
             "fit_tokens": fit.numel(),
             "budget": asdict(budget) if plan is None and at is None else None,
-            **{name: getattr(settings, name) for name in ("rank", "units", "intercept")},
-            **({"heal": settings.heal} if settings.heal else {}),
+            **_recorded(settings),
         },
         notes=_notes(search, best),
         healed=healed.record,
         unmet=search.unmet,
     )
+
+
+def _recorded(settings: CompressSettings) -> dict[str, Any]:
+    """What `compress.json` records of the settings."""
+    names = ("rank", "units", "intercept", *(("heal",) if settings.heal else ()))
+    return {name: getattr(settings, name) for name in names}
 
 
 def _even(settings: CompressSettings, sizes: Sizes) -> CompressSettings:

@@ -59,8 +59,6 @@ linear maps are hidden units with a constant gate. It is written for vLLM:
 vllm serve . --trust-remote-code
 ```
 
-vLLM on CPUs has attention for heads of 32, 64, 80, 96, 112, 128 and more, not for all sizes in between.
-
 The code is the class of the config, `configuration_decilm.py`. No engine was run when this file was written:
 the folder was read by a loader of howlinear, and agrees with the model that was measured.
 

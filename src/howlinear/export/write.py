@@ -48,6 +48,7 @@ from howlinear.records import files
 
 __all__ = ["check_exportable", "check_free", "plan_target", "write_export"]
 
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
 
 
@@ -63,6 +64,20 @@ def check_exportable(model: nn.Module, kind: str, source: str | Path | None = No
         nemotron_nas.check_exportable(model)
     else:
         hf.check_exportable(model)
+
+
+def engine_limits(model: Any, kind: str) -> list[str]:
+    """What an engine that this kind is for cannot run of the model, and what to use there."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if kind not in ("stock", "nemotron-nas") or not heads:
+        return []
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if size in VLLM_CPU_HEADS:
+        return []
+    return [
+        f"vLLM on CPUs has no attention for heads of {size}: use --export gguf and llama.cpp there"
+    ]
 
 
 def plan_target(model: nn.Module, kind: str, source: str | Path | None = None) -> str:
@@ -155,12 +170,13 @@ def _checkpoint(
 ) -> tuple[Any, dict[str, Any]]:
     """Write safetensors and their config; the model that they describe, and facts for `exported`."""
     dtype = getattr(model, "stored_dtype", torch.float32)
+    limits = engine_limits(model, kind)
     written, notes = _fill(kind, model.float(), result.maps, folder, dtype)
     return written, {
         "dtype": dtype_name(dtype),
         "tensor_bytes": tensor_bytes(folder),
         "bytes_before": result.parameters * dtype.itemsize,
-        "notes": notes,
+        "notes": notes + limits,
     }
 
 
