@@ -140,7 +140,7 @@ def test_code_is_run_only_if_asked_for(tmp_path):
     record = {"kind": "compress", "schema": 1, "exported": {"kind": "hf", "dtype": "float32"}}
     (tmp_path / "compress.json").write_text(json.dumps(record))
     found = run_engines(tmp_path, None, None, WINDOWS, SHORT)
-    assert "pass --trust-remote-code" in found.engines[0]["problem"]
+    assert "trust_remote_code is off" in found.engines[0]["problem"]
 
 
 # ------------------------------------------------------------------------------- the command

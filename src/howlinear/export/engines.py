@@ -32,7 +32,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from howlinear.export import engine_worker, gguf_read, gguf_write, llama_cpp, nemotron_nas
+from howlinear.export import (
+    engine_worker,
+    gguf_family,
+    gguf_read,
+    gguf_write,
+    llama_cpp,
+    nemotron_nas,
+)
 from howlinear.export.llama_cpp import LlamaCpp, Prediction
 from howlinear.export.weights import file_bytes, round_weights, stored_as
 from howlinear.losses.speed import (
@@ -143,7 +150,7 @@ def run_engines(
         for name, row in ENGINES.items():
             problem = row.missing() or (None if kind in row.kinds else f"does not run {kind}")
             if problem is None and kind in row.code and not settings.trust:
-                problem = "needs the code in the folder: pass --trust-remote-code"
+                problem = "needs the code in the folder, and trust_remote_code is off"
             facts = {"name": name, "version": None, "problem": problem, "verdict": None}
             engines.append(facts)
             if problem is None:
@@ -191,28 +198,18 @@ def _stored(folder: Path, original: Any, source: str | Path | None, work: Path) 
         with stored_as(original, stored):
             original.save_pretrained(place)
         return [Stored("export", folder, model), Stored("original", place, original)]
-    file = gguf_write.Source.of(_gguf_of(source))
-    models = [
-        Stored(
-            f"export {dtype}",
-            folder / gguf_write.FILE,
-            gguf_read.read_back(folder / gguf_write.FILE),
-        )
-    ]
+    file, path = gguf_write.source_of(source), folder / gguf_write.FILE
+    own = gguf_write.Source.of(path).architecture != gguf_write.ARCHITECTURE
+    models = [Stored(f"export {dtype}", path, gguf_read.read_back(path))]
     for name in dict.fromkeys((dtype, *PEERS)):
-        path, same = work / f"{name}.gguf", copy.deepcopy(original).float()
-        gguf_write.write_gguf(same, path, name, file)  # and gives `same` the stored values
-        models.append(Stored(f"original {name}", path, same))
+        path = work / name / gguf_write.FILE
+        path.parent.mkdir()
+        if own:  # the family's architecture
+            gguf_family.write_family(original, path, name, file)
+        else:
+            gguf_write.write_gguf(copy.deepcopy(original).float(), path, name, file)
+        models.append(Stored(f"original {name}", path, gguf_read.read_back(path)))
     return models
-
-
-def _gguf_of(source: str | Path | None) -> Path:
-    path = gguf_write.source_file(source)
-    if path is None:
-        raise ValueError(
-            f"{source} is no .gguf file: name the file that was compressed (--against)"
-        )
-    return path
 
 
 def _loaded(folder: Path) -> Any:
