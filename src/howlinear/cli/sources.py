@@ -80,7 +80,7 @@ class RunSource:
             try:
                 text = corpus.open_text(name)
             except (ValueError, FileNotFoundError) as problem:
-                raise ValueError(str(problem).replace("--text-file", "--also-fit")) from None
+                raise ValueError(str(problem).replace("`path`", "`also_fit`")) from None
             if text.fingerprint() in seen:
                 raise ValueError(f"{name} is fitted on already: leave out this --also-fit")
             seen.add(text.fingerprint())
@@ -113,11 +113,11 @@ class RunSource:
 
         indices_of(at, self._paths())
 
-    def indices(self, text: str | None, flag: str) -> tuple[int, ...]:
-        """Blocks that a flag names by indices, such as 3,5,9-12; refused if the run has others."""
+    def indices(self, text: str | None, argument: str) -> tuple[int, ...]:
+        """Blocks that an argument names by indices, such as 3,5,9-12; refused if the run has others."""
         from howlinear.models.naming import depth_indices
 
-        return () if text is None else tuple(depth_indices(text, list(self._paths()), flag))
+        return () if text is None else tuple(depth_indices(text, list(self._paths()), argument))
 
     def _paths(self) -> dict[int, str]:
         return {b["index"]: b["path"] for b in self.profile["blocks"]}

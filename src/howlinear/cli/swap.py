@@ -120,7 +120,7 @@ def swap(
         weighting=weighting,
         safe=nats_of(safe),
         baselines=baselines,
-        together=source.indices(together, "--together"),
+        together=source.indices(together, "together"),
         all_tokens=all_tokens,
         overwrite=overwrite,
     )

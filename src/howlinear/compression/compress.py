@@ -26,7 +26,7 @@ from howlinear.compression.refitting import Refitter, Shape
 from howlinear.compression.search import Search, Trial
 from howlinear.linear.affine import Map, UnitMap
 from howlinear.losses.perplexity import Comparison
-from howlinear.losses.protocols import EvalProtocol
+from howlinear.losses.protocols import EvalProtocol, as_tokens
 from howlinear.models.families import Block, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.naming import BlockNames
@@ -130,7 +130,7 @@ def compress_model(
     folder: str | Path,
     budget: Budget | None = None,
     *,
-    fit: Tensor,
+    fit: WindowsLike,
     choose: WindowsLike,
     report: WindowsLike,
     plan: Sequence[BlockPlan] | None = None,
@@ -147,17 +147,18 @@ def compress_model(
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()
     every = [b for b, _ in match(model, run, None)]
-    fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
+    ids = as_windows(fit).all_ids
+    fitter = Refitter(model, every, ids, intercept=settings.intercept, work=work)
     sizes = Sizes(model, every, settings.target)
-    losses = Losses(model, choose, report, settings.protocol, work)
+    losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
     if settings.heal:
-        _check_healable(losses, fit, sizes.total)
+        _check_healable(losses, ids, sizes.total)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
     maps = RunMaps(model, Path(folder), run)
     best, options, path = _choose(search, maps, budget, plan, named, settings)
     points = _ours(search, best, path, settings.curve)
-    healed = _healed(losses, best.maps, fit, settings.heal, RunFolder(folder).healing)
+    healed = _healed(losses, best.maps, ids, settings.heal, RunFolder(folder).healing)
     if healed.record.get("kept"):
         points = _compared(losses, [("healed", points[0].removed, healed.maps)]) + points
     if points and settings.baselines and not sizes.even:
@@ -173,7 +174,7 @@ def compress_model(
         curve=points,
         settings={
             "protocol": losses.protocol.name,
-            "fit_tokens": fit.numel(),
+            "fit_tokens": ids.numel(),
             "budget": asdict(budget) if plan is None and at is None else None,
             **{name: getattr(settings, name) for name in ("rank", "units", "intercept")},
             **({"heal": settings.heal} if settings.heal else {}),
@@ -198,7 +199,7 @@ def change_on(
 def _check_healable(losses: Losses, fit: Tensor, parameters: int) -> None:
     """Refuse, before the search, what cannot be healed."""
     if reason := losses.reason or why_no_gradients(losses.model, as_windows(fit), Course()):
-        raise ValueError(f"--heal trains maps on predictions, but {reason}")
+        raise ValueError(f"`heal` trains maps on predictions, but {reason}")
     check_healable(fit, as_windows(losses.choose).all_ids, parameters, losses.work)
 
 

@@ -193,8 +193,8 @@ def price_options(
     """Every option of every block that saves parameters, with its cost on the text for choosing."""
     if losses.reason:
         raise ValueError(
-            f"--max-ppl-increase and --remove-params measure costs, but {losses.reason}: name "
-            "blocks (--blocks) or give a --plan"
+            f"`perplexity` and `parameters` measure costs, but {losses.reason}: name "
+            "blocks (`at`) or give a `plan`"
         )
     shapes = {b: _priced_shapes(b, sizes, rank, units) for b in fitter.at}
     ranks = {

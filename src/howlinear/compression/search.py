@@ -71,7 +71,7 @@ class Search:
             share = (most - self.sizes.added) / self.sizes.total
             raise ValueError(
                 f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
-                f"every block saves {share:.1%} (--remove-params)"
+                f"every block saves {share:.1%} (`parameters`)"
             )
         return self.trial(self.shapes_saving(path, budget.parameters))
 
@@ -101,7 +101,7 @@ class Search:
         if best is None:
             raise ValueError(
                 f"no block can be replaced for {math.expm1(nats):.1%} more perplexity: "
-                "raise --max-ppl-increase"
+                "raise `perplexity`"
             )
         return best
 

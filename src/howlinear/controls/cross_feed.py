@@ -150,10 +150,10 @@ def depth_pairs(text: str, count_a: int, count_b: int) -> list[tuple[int, int]]:
     for part in text.split(","):
         i, colon, j = part.strip().partition(":")
         if not (colon and i.isdecimal() and j.isdecimal()):
-            raise ValueError(f"--pairs {text!r}: write same, all or depths such as 3:5,4:4")
+            raise ValueError(f"`pairs` {text!r}: write same, all or depths such as 3:5,4:4")
         if int(i) >= count_a or int(j) >= count_b:
             raise ValueError(
-                f"--pairs {part.strip()}: the models have {count_a} and {count_b} blocks, from 0"
+                f"`pairs` {part.strip()}: the models have {count_a} and {count_b} blocks, from 0"
             )
         pairs.append((int(i), int(j)))
     return list(dict.fromkeys(pairs))

@@ -49,7 +49,7 @@ def random_init(
     the trained model's profile on these windows, if it is known.
     """
     if seeds < 1:
-        raise ValueError(f"an untrained range needs at least one seed, got {seeds} (--seeds)")
+        raise ValueError(f"an untrained range needs at least one seed, got {seeds} (`seeds`)")
     work, text = work or Work(), as_windows(windows)
     ids = text.all_ids
     advance = _begin(work, text.tokens, seeds, trained is not None)
@@ -104,7 +104,7 @@ def _notes(tokens: Tensor, columns: int, folds: int) -> list[str]:
     return [
         f"not meaningful: the untrained rows of a fit count for about {rows} independent ones "
         f"({len(tokens)} windows, {different:.0f} different tokens), fewer than the {columns} columns: "
-        f"untrained R2 shows too few rows; give more --tokens"
+        f"untrained R2 shows too few rows; give more tokens"
     ]
 
 

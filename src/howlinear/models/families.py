@@ -185,7 +185,9 @@ def blocks(model: nn.Module, at: BlockNames = None) -> list[Block]:
         known, why = _from_structure(model, *_text_part(model))
     if at is None or re.fullmatch(r"[\d,\-\s]*", at):
         if not known:
-            raise ValueError(f"no feed-forward blocks in {name}: {why}; name them: --blocks REGEX")
+            raise ValueError(
+                f"no feed-forward blocks in {name}: {why}; name them by a pattern (`at`)"
+            )
         chosen = range(len(known)) if at is None else depth_indices(at, range(len(known)))
         return [known[i] for i in chosen]
     return _matching(model, at, known)
@@ -228,14 +230,14 @@ def _matching(model: nn.Module, pattern: str, known: list[Block]) -> list[Block]
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"--blocks {pattern!r} is not a regular expression: {error}") from None
+        raise ValueError(f"`at` {pattern!r} is not a regular expression: {error}") from None
     chosen = [b for b in known if wanted.search(b.path)]
     chosen = chosen or [b for b in left_out(model) if b.path == pattern or wanted.search(b.path)]
     chosen = chosen or _from_pattern(model, wanted)
     if not chosen:
         like = known[0].path if known else [path for path, _ in model.named_modules()][-1]
         raise ValueError(
-            f"--blocks {pattern!r} matches no block and no module's whole path in "
+            f"`at` {pattern!r} matches no block and no module's whole path in "
             f"{type(model).__name__}, where paths look like {like}"
         )
     return chosen
@@ -260,6 +262,15 @@ def block_at(model: nn.Module, path: str) -> Block | None:
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its language-model head: runs every block."""
     return getattr(model, "base_model", model)
+
+
+def tower(net: nn.Module, inputs: Container[str]) -> nn.Module:
+    """The part of a contrastive model, such as CLIP, that reads these inputs; of any other, all of it."""
+    if hasattr(net, "logit_scale") and "pixel_values" not in inputs:
+        return getattr(net, "text_model", net)
+    if hasattr(net, "logit_scale") and "input_ids" not in inputs:
+        return getattr(net, "vision_model", net)
+    return net
 
 
 def call_options(net: nn.Module) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, 
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if not revisions:
-            raise ValueError(f"which checkpoints of {name}? Name revisions: --revisions step0,main")
+            raise ValueError(f"which checkpoints of {name}? Name `revisions`, such as step0,main")
         return {revision: (name, _locate(name, revision).commit) for revision in revisions}
     inside = {p.name: p for p in folder.iterdir() if (p / "config.json").is_file()}
     if not inside:
@@ -164,7 +164,7 @@ def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, 
     for label in chosen:
         if label not in inside:
             there = ", ".join(sorted(inside, key=_by_number))
-            raise ValueError(f"{name} has no checkpoint {label}: --revisions takes {there}")
+            raise ValueError(f"{name} has no checkpoint {label}: `revisions` takes {there}")
     return {label: (str(inside[label]), None) for label in chosen}
 
 
@@ -207,7 +207,7 @@ def _locate(name: str | None, revision: str | None, trust_remote_code: bool = Fa
     path = builtin_path() if name is None else Path(name).expanduser()
     label = BUILTIN_NAME if name is None else str(name)
     if path.exists() and revision is not None:
-        raise ValueError(f"{label} is not on the hub and has no revisions: drop --revision")
+        raise ValueError(f"{label} is not on the hub and has no revisions: drop `revision`")
     if path.is_file() and path.suffix == ".gguf":
         options["gguf_file"] = path.name
         return _Source(label, str(path.parent), path.parent, options, gguf=path)
@@ -241,7 +241,7 @@ def _on_hub(name: str, revision: str | None, options: dict[str, Any]) -> _Source
         errors.GatedRepoError: f"is gated: accept its terms at {page}, then run `hf auth login`",
         errors.RepositoryNotFoundError: "is neither an existing path nor a model on the hub: check "
         f"the spelling at {page}, or run `hf auth login` if it is private",
-        errors.RevisionNotFoundError: f"has no such --revision {revision}: see {page}",
+        errors.RevisionNotFoundError: f"has no such `revision` {revision}: see {page}",
         errors.EntryNotFoundError: f"has no config.json: is it a transformers model? See {page}",
     }
     commit, why = None, "HF_HUB_OFFLINE is set"
@@ -303,7 +303,7 @@ def _placement(source: _Source, device_map: str | None, folder: Any) -> dict[str
     if device_map is None:
         return {}
     if device_map not in ("auto", "disk"):
-        raise ValueError(f"unknown device map {device_map}: --device-map takes auto")
+        raise ValueError(f"unknown device map {device_map}: `device_map` takes auto")
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError("accelerate, which offloads weights, is missing: pip install accelerate")
     if source.gguf and device_map == "disk":
@@ -338,7 +338,7 @@ def _weights(
     if missing:
         raise ValueError(
             f"{source.label}: weights are incomplete and would be random ({len(missing)} missing, "
-            f"first {missing[0]}): copy it again, or add --trust-remote-code if it brings its code"
+            f"first {missing[0]}): copy it again, or add `trust_remote_code=True` if it brings its code"
         )
     if unused := sorted(info["unexpected_keys"]):
         logger.warning(
@@ -385,7 +385,7 @@ def _model_class(source: _Source, config: Any) -> Any:
         return known
     if any(key.startswith("AutoModel") for key in own_code):
         raise ValueError(
-            f"{source.label} brings its own code for {named}: read it, then add --trust-remote-code"
+            f"{source.label} brings its own code for {named}: read it, then add `trust_remote_code=True`"
         )
     if source.gguf and getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForSeq2SeqLM
@@ -415,14 +415,14 @@ def _explained(err: Exception, source: _Source, problem: str) -> ValueError:
     """The error to raise: the model, the problem, its cause and what to do."""
     text, name = str(err), source.label
     if "trust_remote_code" in text:
-        return ValueError(f"{name} brings its own code: read it, then add --trust-remote-code")
+        return ValueError(f"{name} brings its own code: read it, then add `trust_remote_code=True`")
     again = f"run `hf download {name}` again" if source.commit else "is it damaged? Copy it again"
     if "no file named model.safetensors" in text or "use_safetensors=True" in text:
         online = source.commit and not source.options["local_files_only"]
         if online or any(path.suffix in (".bin", ".pt") for path in source.folder.iterdir()):
             return ValueError(
                 f"{name} has no safetensors weights; pickled ones can run code when opened: "
-                "add --allow-pickle if you trust its author"
+                "add `allow_pickle=True` if you trust its author"
             )
         return ValueError(f"{name} has no weights beside its config.json: {again}")
     if isinstance(err, ImportError):
@@ -447,7 +447,7 @@ def _dtype(dtype: Any) -> Any:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype}: --dtype takes {', '.join(DTYPES)}")
+        raise ValueError(f"unknown dtype {dtype}: `dtype` takes {', '.join(DTYPES)}")
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
@@ -463,13 +463,13 @@ def _device(device: str, dtype: Any) -> Any:
         device = next(kind for kind, count in present.items() if count)
     kind, _, number = device.partition(":")
     if kind not in present or not (number or "0").isdecimal():
-        raise ValueError(f"unknown device {device}: --device takes {', '.join(DEVICES)}")
+        raise ValueError(f"unknown device {device}: `device` takes {', '.join(DEVICES)}")
     if int(number or 0) >= present[kind]:
         raise ValueError(
-            f"device {device} is not available ({present[kind]} of its kind): use --device cpu"
+            f'device {device} is not available ({present[kind]} of its kind): use `device="cpu"`'
         )
     if kind == "mps" and dtype == torch.float64:
-        raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
+        raise ValueError('device mps has no float64: use `dtype="float32"` or `device="cpu"`')
     return torch.device(device)
 
 
