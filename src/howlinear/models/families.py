@@ -180,9 +180,7 @@ def blocks(model: nn.Module, at: BlockNames = None) -> list[Block]:
     if at is not None and not isinstance(at, str):
         return list(dict.fromkeys(b for name in one_by_one(at) for b in _named(model, name)))
     name = type(model).__name__
-    known, why = _from_table(model), ""
-    if not known:
-        known, why = _from_structure(model, *_text_part(model))
+    known, why = _known(model)
     if at is None or re.fullmatch(r"[\d,\-\s]*", at):
         if not known:
             raise ValueError(
@@ -191,6 +189,12 @@ def blocks(model: nn.Module, at: BlockNames = None) -> list[Block]:
         chosen = range(len(known)) if at is None else depth_indices(at, range(len(known)))
         return [known[i] for i in chosen]
     return _matching(model, at, known)
+
+
+def _known(model: nn.Module) -> tuple[list[Block], str]:
+    """Blocks of the text stack; why there are none."""
+    listed = _from_table(model)
+    return (listed, "") if listed else _from_structure(model, *_text_part(model))
 
 
 def by_block(model: nn.Module, values: Mapping[Any, T]) -> dict[Block, T]:
@@ -244,11 +248,16 @@ def _matching(model: nn.Module, pattern: str, known: list[Block]) -> list[Block]
 
 
 def left_out(model: nn.Module) -> list[Block]:
-    """Blocks of a composite model outside its text stack, such as those of a vision tower."""
+    """Blocks of a composite model outside its text stack, such as those of a vision tower.
+
+    Their indices follow those of the text stack, so that both can be measured at once.
+    """
     config, modules = _text_part(model)
     inside = {path for path, _ in modules}
     others = [(path, module) for path, module in model.named_modules() if path not in inside]
-    return _from_structure(model, config, others)[0] if others else []
+    found = _from_structure(model, config, others)[0] if others else []
+    first = len(_known(model)[0]) if found else 0
+    return [replace(block, index=first + block.index) for block in found]
 
 
 def block_at(model: nn.Module, path: str) -> Block | None:
@@ -264,13 +273,11 @@ def backbone(model: nn.Module) -> nn.Module:
     return getattr(model, "base_model", model)
 
 
-def tower(net: nn.Module, inputs: Container[str]) -> nn.Module:
-    """The part of a contrastive model, such as CLIP, that reads these inputs; of any other, all of it."""
-    if hasattr(net, "logit_scale") and "pixel_values" not in inputs:
-        return getattr(net, "text_model", net)
-    if hasattr(net, "logit_scale") and "input_ids" not in inputs:
-        return getattr(net, "vision_model", net)
-    return net
+def towers(net: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a contrastive model, such as CLIP, that run alone, by the input that each reads."""
+    names = {"input_ids": "text_model", "pixel_values": "vision_model"}
+    contrastive = hasattr(net, "logit_scale")
+    return {key: part for key, name in names.items() if contrastive and (part := _find(net, name))}
 
 
 def call_options(net: nn.Module) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from howlinear.linear.folds import CELL, Folds
 from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
-from howlinear.models.families import Block, backbone, blocks, call_options, tower
+from howlinear.models.families import Block, backbone, blocks, call_options, towers
 from howlinear.models.hooks import evaluating, tap
 from howlinear.models.naming import BlockNames
 from howlinear.models.offload import check_weights, device_of
@@ -314,7 +314,12 @@ class Forward:
             here["decoder_input_ids"] = here[IDS]
         # not inference mode: what a model in training caches, it must train with
         with torch.no_grad(), evaluating(self.model), suppress(StopForward):
-            return tower(self.net, here)(**here, **self.options)
+            return self._reader(here)(**here, **self.options)
+
+    def _reader(self, inputs: Mapping[str, Tensor]) -> nn.Module:
+        """The model; of one with several towers, the only one that has inputs."""
+        parts = [part for name, part in towers(self.net).items() if name in inputs]
+        return parts[0] if len(parts) == 1 else self.net
 
 
 def check_ids(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:

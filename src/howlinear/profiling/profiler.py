@@ -242,7 +242,7 @@ def profile(
 def _unread(model: nn.Module, at: Sequence[Block]) -> dict[str, Any]:
     """How many blocks of other stacks are not measured, and the path of one; {} if there are none."""
     others = left_out(model)
-    if not others or at[0].path in [b.path for b in others]:
+    if not others or {b.path for b in at} & {b.path for b in others}:
         return {}
     return {"left_out": {"count": len(others), "path": others[0].path}}
 
