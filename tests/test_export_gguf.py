@@ -145,13 +145,13 @@ def test_the_whole_way(model, packed, tmp_path):
 
 def test_what_cannot_be_written_is_known_beforehand(model, packed, tmp_path):
     check_exportable(model, packed)
-    with pytest.raises(ValueError, match=r"no \.gguf file.*or use --export nemotron-nas or hf"):
+    with pytest.raises(ValueError, match=r'no \.gguf file.*or use `kind="nemotron-nas"` or hf'):
         check_exportable(model, "org/name")
     model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ValueError, match="rotary positions are scaled"):
         check_exportable(model, packed)
     model.config.attention_bias = True
-    with pytest.raises(ValueError, match="as gguf: its attention has biases; use --export hf"):
+    with pytest.raises(ValueError, match='as gguf: its attention has biases; use `kind="hf"`'):
         check_exportable(model, packed)
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_written_is_known_beforehand(model, packed, tmp_path):
 def test_weights_that_do_not_fit_are_refused(model, packed, tmp_path):
     big = {blocks(model)[0]: Affine(torch.full((32, 32), 1e12), torch.zeros(32), 32)}
     widen(model, big, GGUF)
-    with pytest.raises(ValueError, match=r"does not fit in F16: use --gguf-type bf16"):
+    with pytest.raises(ValueError, match='does not fit in F16: use `gguf_type="bf16"`'):
         write_gguf(model, tmp_path / "out.gguf", "f16", Source.of(packed), ["model.layers.0.mlp"])
 
 

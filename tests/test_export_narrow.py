@@ -170,13 +170,13 @@ def test_activations_are_tried_and_taken(act):
 @pytest.mark.parametrize("act", ["relu2", "leaky_relu", "gelu_10", "relu6", "mish", "tanh"])
 def test_activations_are_tried_and_refused(act):
     model = tiny.model("gpt2", activation_function=act)
-    with pytest.raises(ValueError, match=r"block 0 .*act\(z\) - act\(-z\) = z; use --export hf"):
+    with pytest.raises(ValueError, match=r'block 0 .*act\(z\) - act\(-z\) = z; use `kind="hf"`'):
         narrowed(model, maps_of(model))
 
 
 def test_a_gate_that_does_not_stay_open_is_refused():
     model = tiny.model("llama-bias", hidden_act="tanh")
-    with pytest.raises(ValueError, match=r"act\(32\) = 32; use --export hf"):
+    with pytest.raises(ValueError, match=r'act\(32\) = 32; use `kind="hf"`'):
         narrowed(model, maps_of(model))
 
 
@@ -200,7 +200,7 @@ def test_gates_without_biases_are_refused(name):
     with pytest.raises(ValueError, match=r"block 0 .*gates of .* have no biases") as refusal:
         narrowed(model, maps_of(model, bias=False))
     assert "\n" not in str(refusal.value)
-    assert "--export hf" in str(refusal.value)
+    assert '`kind="hf"`' in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", NO_BIAS_AFTER)
@@ -242,7 +242,7 @@ def test_what_can_be_narrowed_is_known_beforehand(name):
     ],
 )
 def test_what_cannot_be_narrowed_is_known_beforehand(name, settings, reason):
-    with pytest.raises(ValueError, match=rf"{reason}.* use --export hf"):
+    with pytest.raises(ValueError, match=rf'{reason}.* use `kind="hf"`'):
         check_exportable(tiny.model(name, **settings))
 
 
@@ -275,7 +275,7 @@ def test_settings_of_generation_are_written_as_they_came(tmp_path):
 def test_experts_are_refused():
     model = tiny.model("mixtral")
     affine = Affine(torch.randn(16, 16), torch.zeros(16), 16)
-    with pytest.raises(ValueError, match=r"block 1 .* no plain hidden units: use --export hf"):
+    with pytest.raises(ValueError, match=r'block 1 .* no plain hidden units: use `kind="hf"`'):
         narrowed(model, {blocks(model)[1]: affine})
 
 

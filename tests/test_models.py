@@ -613,7 +613,7 @@ def test_offline_switch_is_honoured(cache, monkeypatch, llama_folder):
     [
         ("GatedRepoError", "`hf auth login`"),
         ("RepositoryNotFoundError", "neither an existing path nor a model on the hub"),
-        ("RevisionNotFoundError", "--revision v2"),
+        ("RevisionNotFoundError", "`revision` v2"),
         ("RemoteEntryNotFoundError", "no config.json"),
     ],
 )

@@ -475,7 +475,7 @@ def test_tokens_that_cannot_be_scored_are_refused(llama, ids, protocol, said):
 
 
 def test_a_batch_has_at_least_one_window(llama):
-    with pytest.raises(ValueError, match="--batch-size"):
+    with pytest.raises(ValueError, match="`batch_size`"):
         text_loss(llama, tokens(2, 16), batch_size=0)
 
 

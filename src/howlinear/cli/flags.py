@@ -83,6 +83,7 @@ RENAMED = {  # arguments whose flags have other names
     "column": "--text-column",
     "config": "--dataset-config",
     "id": "--dataset",
+    "kind": "--export",
     "kinds": "--kind",
     "length": "--max-length",
     "out": "-o",

@@ -93,11 +93,11 @@ class RunSource:
             f"place with {flag}"
         )
 
-    def load(self, loader: Loader, blocks: str | None = None) -> Any:
-        """The model. A choice of `blocks` that it does not have is refused before weights are read."""
+    def load(self, loader: Loader, check: Any = None) -> Any:
+        """The model; for `check` see `loading.load`."""
         from howlinear.models import loading
 
-        options = {"revision": self.revision, "dtype": self.asked["dtype"], "blocks": blocks}
+        options = {"revision": self.revision, "dtype": self.asked["dtype"], "check": check}
         try:
             self.net, self.tokenizer = loader.load(self.model, **options)
         except FileNotFoundError:

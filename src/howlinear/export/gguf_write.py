@@ -29,7 +29,7 @@ from howlinear.models.families import blocks
 ARCHITECTURE = "deci"
 TYPES = ("f16", "bf16", "q8_0", "source")
 FILE = "model.gguf"
-HERE = 'use `export="nemotron-nas"` or hf'
+HERE = 'use `kind="nemotron-nas"` or hf'
 
 
 class Field(NamedTuple):
@@ -84,7 +84,7 @@ def check_exportable(model: nn.Module, name: str | Path | None) -> None:
     path = source_file(name)
     if path is None:
         raise ValueError(
-            f'{name} is no .gguf file, from which `export="gguf"` copies tokenizer and metadata: convert it '
+            f'{name} is no .gguf file, from which `kind="gguf"` copies tokenizer and metadata: convert it '
             f"(convert_hf_to_gguf.py of llama.cpp) and profile the file, or {HERE}"
         )
     scaling = config.rope_parameters.get("rope_type", "default")

