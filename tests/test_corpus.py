@@ -437,9 +437,9 @@ def test_dataset_mistakes(datasets, monkeypatch):
         assert "\n" not in str(info.value)
         return str(info.value)
 
-    assert "set --text-column to one of text, id" in complaint("org/set", column="body")
+    assert "set `column` to one of text, id" in complaint("org/set", column="body")
     assert "holds int, not text" in complaint("org/set", column="id")
-    assert "--split" in complaint("org/set", split="nosuch")
+    assert "`split`" in complaint("org/set", split="nosuch")
     assert "doesn't exist on the Hub" in complaint("no/such")
     datasets.data["train"] = Rows(text=[""])
     assert "is empty" in complaint("org/set")

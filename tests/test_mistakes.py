@@ -198,7 +198,8 @@ def place(little, tmp_path_factory):
     for name in ("notes", "hollow"):
         (root / name).mkdir()
     (root / "notes" / "thesis.tex").write_text("precious")
-    shutil.copy(root / "model" / "config.json", root / "hollow")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(root / "model" / name, root / "hollow")
     (root / "broken.gguf").write_bytes(b"GGUF\xff\xfe\x00")
     (root / "void.txt").write_text("")
     (root / "other.txt").write_text("Another text. " * 4000)

@@ -307,7 +307,8 @@ class _Subject:
             if decoder and (net.main_input_name != "input_ids" or net.config.is_encoder_decoder):
                 name = type(net).__name__
                 raise ValueError(f"{name} is not a model that reads one stream of tokens")
-            tokens = self.tokens or default_tokens(max(b.d_in for b in blocks_of(net, blocks)))
+            widest = max(b.d_in for b in blocks_of(net, blocks))
+            tokens = self.tokens or default_tokens(widest)
             if self.source is None or self.cut is not self.source.settings:
                 cut.update(window=window_length(net, tokenizer, self.length), tokens=tokens)
                 check_cut(tokenizer, cut["window"], tokens, cut.get("bos", "auto"))
