@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -89,6 +91,7 @@ def random_init(
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
         options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
+        options["after_seed"] = partial(subject.keep, net, folder)
         result = measure(net, ids, trained=subject.trained(net, blocks), **options)
     subject.write(result, show_random_init, net, folder, as_json)
 
@@ -362,18 +365,35 @@ class _Subject:
         self, result: Any, show_table: Any, net: Any, folder: RunFolder, as_json: bool
     ) -> None:
         """Write the result and print it."""
+        self.ranks.stop()
+        if self.ranks.rank == 0:
+            data = self._described(result, net)
+            where = folder.path(data["kind"])
+            show(result, show_table, where, as_json, lambda: _add(folder, data))
+
+    def keep(self, net: Any, folder: RunFolder, so_far: Any) -> None:
+        """Write what there is of a result, if that can be: at the end it is printed if not."""
+        if self.ranks.rank == 0:
+            with suppress(OSError):
+                _add(folder, self._described(so_far, net))
+
+    def _described(self, result: Any, net: Any) -> dict[str, Any]:
+        """The result as it is written, with its model, text and command."""
         from howlinear.models import loading
 
-        self.ranks.stop()
-        if self.ranks.rank:
-            return
-        result.about.update(
-            model=loading.describe(net, self.name, self.revision),
-            corpus=self.corpus(),
-            **made_by(),
-        )
-        data = result.to_dict()
-        show(result, show_table, folder.path(data["kind"]), as_json, lambda: folder.add(data))
+        model = loading.describe(net, self.name, self.revision)
+        result.about.update(model=model, corpus=self.corpus(), **made_by())
+        data: dict[str, Any] = result.to_dict()
+        return data
+
+
+def _add(folder: RunFolder, data: dict[str, Any]) -> None:
+    """Write a result in the place of what an unfinished command has left of it."""
+    from howlinear.controls.random_init import UNFINISHED
+
+    before = folder.alike(data)
+    unfinished = before and any(str(n).startswith(UNFINISHED) for n in before.get("notes", []))
+    folder.add(data, replaced=before if unfinished else None)
 
 
 def _folder(model: str | None) -> RunFolder:

@@ -323,7 +323,7 @@ def _plan(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> int:
         say(f"{ids.numel()} tokens in all; here and of each process:")
     for line in needs.lines():
         say(line)
-    say(f"{duration(needs.seconds(next(net.parameters())))}, by the speed of one matrix product")
+    say(f"{duration(needs.seconds(net))}, by the speed of one matrix product")
     check_room(needs.moments, needs.disk, course.saves.folder)
     if together < len(every):
         say(f"moments of all {len(every)} blocks do not fit into memory: {together} at a time")

@@ -186,7 +186,7 @@ def as_windows(windows: WindowsLike) -> Windows:
     if len({len(value) for value in inputs.values()}) > 1:
         return Windows(source=[inputs])  # image patches: not to be cut
     document, mask = inputs.pop(DOCUMENT, None), inputs.get(MASK)
-    if IDS in inputs and mask is not None and mask.ndim == 2 and bool(mask.all()):
+    if mask is not None and IDS in inputs and mask.shape == inputs[IDS].shape and bool(mask.all()):
         del inputs[MASK]  # nothing is padded: token ids alone
     return Windows(inputs, document=document)
 

@@ -23,6 +23,7 @@ from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
 from howlinear.models.families import Block, backbone, projection_shape
 from howlinear.models.layers import layers_of
+from howlinear.models.offload import like
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
 from howlinear.run import room
@@ -76,9 +77,9 @@ class Needs:
         totals = {"memory": self.memory, "disk": self.disk, "multiply_adds": self.multiply_adds}
         return {"kind": "cost", **totals, **self.__dict__}
 
-    def seconds(self, like: Tensor) -> float:
-        """About: from the time of one matrix product of this dtype on this device."""
-        a, b = (like.new_ones(n, 1024) for n in (256, 1024))
+    def seconds(self, model: nn.Module) -> float:
+        """About: from the time of one matrix product where the model runs, in its dtype."""
+        a, b = (like(model).new_ones(n, 1024) for n in (256, 1024))
         times = []
         for _ in range(3):
             began = time.perf_counter()
