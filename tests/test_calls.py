@@ -1,13 +1,15 @@
 """Calls that people write first, as they write them, on a random model of three layers."""
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BatchEncoding
+from transformers import AutoConfig, AutoModel, BatchEncoding
 
 import howlinear as hl
 import tiny
@@ -38,20 +40,67 @@ def test_blocks_by_index(model, result):
     assert smaller(IDS[:2]).logits.isfinite().all()
 
 
+class Column(Sequence):
+    """A column of a dataset, as `datasets` gives it: a sequence that is no list."""
+
+    def __len__(self):
+        return len(IDS)
+
+    def __getitem__(self, i):
+        return IDS[i].tolist()
+
+
+DICTS = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in IDS]
 HELD = {
     "numpy": IDS.numpy(),
     "a list": IDS.tolist(),
     "a DataLoader": DataLoader(TensorDataset(IDS), batch_size=8),
-    "a DataLoader of dicts": DataLoader([{"input_ids": row} for row in IDS], batch_size=8),
+    "a DataLoader of dicts": DataLoader(DICTS, batch_size=8),
     "a BatchEncoding": BatchEncoding({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}),
+    "a dataset's column": Column(),
+    "a dataset's rows": DICTS,
+    "a data frame's column": pandas.DataFrame({"input_ids": IDS.tolist()})["input_ids"],
 }
 
 
 @pytest.mark.parametrize("held", HELD)
 def test_windows_as_people_hold_them(held, model, result):
-    again = hl.profile(model, HELD[held], at=1, signal=False)
+    windows, maps = HELD[held], {1: result.maps[1]}
+    again = hl.profile(model, windows, at=1, signal=False)
     assert again.blocks[0].r2 == pytest.approx(result.blocks[0].r2, abs=0.2)  # other folds
     assert torch.allclose(again.maps[1].weight, result.maps[1].weight, atol=1e-9)
+    assert torch.equal(hl.residuals(model, windows, 1).token, IDS.reshape(-1))
+    loss = hl.text_loss(model, windows)
+    assert loss.perplexity == pytest.approx(hl.text_loss(model, IDS).perplexity)
+    assert hl.compare(
+        model, lambda: hl.swapped(model, maps), windows
+    ).original.perplexity == pytest.approx(loss.perplexity)
+    assert hl.swap_costs(model, maps, windows)[0].change.original.perplexity == pytest.approx(
+        loss.perplexity
+    )
+    assert hl.LinearityMonitor(model, windows, at=1).windows.equal(IDS)
+
+
+def test_texts_of_probes_and_compressions(model, result, tmp_path):
+    result.save(tmp_path)
+    kinds = ("a DataLoader of dicts", "a BatchEncoding", "a dataset's column")
+    texts = {
+        name: HELD[kind] for name, kind in zip(("fit", "choose", "report"), kinds, strict=True)
+    }
+    settings, predict = hl.ProbeSettings(("quantised",)), HELD["a dataset's rows"]
+    assert hl.probe(model, tmp_path, **texts, predict=predict, at=1, settings=settings).blocks
+    assert list(hl.compress_model(model, tmp_path, **texts, at=[1]).maps) == hl.blocks(model, 1)
+
+
+def test_batches_of_other_lengths_are_scored_where_they_are_padded(model):
+    mask = torch.ones_like(IDS)
+    mask[24:, 20:] = 0
+    short = {"input_ids": IDS[24:, :20], "attention_mask": mask[24:, :20]}
+    batches = [{"input_ids": IDS[:24], "attention_mask": mask[:24]}, short]
+    padded = hl.text_loss(model, {"input_ids": IDS, "attention_mask": mask})
+    assert hl.text_loss(model, (b for b in batches)).perplexity == pytest.approx(padded.perplexity)
+    with pytest.raises(ValueError, match="without padding and other inputs"):
+        hl.LinearityMonitor(model, batches)
 
 
 def test_regression_alone():
@@ -104,8 +153,10 @@ def test_errors_of_tokens(model, result):
     mask[0, 20:] = 0
     padded = hl.residuals(model, {"input_ids": IDS, "attention_mask": mask}, 1, result.maps[1])
     assert len(padded.to_dataframe()) == IDS.numel() - 12
-    with pytest.raises(ValueError, match="read only once"):
-        hl.residuals(model, iter([IDS]), 1)
+    once = hl.residuals(model, iter(IDS.split(8)), 1)
+    assert torch.equal(once.error, found.error)
+    with pytest.raises(ValueError, match="the text is empty"):
+        hl.residuals(model, iter([]), 1)
 
 
 def test_the_skip_connection_of_a_transcoder(result):
@@ -113,3 +164,25 @@ def test_the_skip_connection_of_a_transcoder(result):
     assert torch.allclose(x @ skip["W_skip"].T + skip["b_dec"], result.maps[2](x), atol=1e-5)
     with pytest.raises(ValueError, match="names 2 blocks"):
         result.W_skip("mlp")
+
+
+def test_every_tower_of_clip():
+    """Each on its own inputs alone, or both at once; what is left out is said."""
+    text = tiny.HF | {"vocab_size": tiny.VOCABULARY, "eos_token_id": 2}
+    vision = tiny.HF | {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4}
+    config = AutoConfig.for_model("clip", text_config=text, vision_config=vision)
+    model = AutoModel.from_config(config).eval()
+    every = [f"text_model.encoder.layers.{i}.mlp" for i in range(2)]
+    every += [f"vision_model.encoder.layers.{i}.mlp" for i in range(3)]
+    inputs = {"input_ids": IDS[:, :12], "pixel_values": torch.randn(48, 3, 16, 16)}
+    both = hl.profile(model, inputs, at=["text_model", "vision_model"], folds=2)
+    assert {b.index: b.path for b in both.blocks} == dict(enumerate(every))
+    alone = hl.profile(model, inputs["input_ids"])
+    assert [b.path for b in alone.blocks] == every[:2]
+    (note,) = (n for n in alone.notes if "outside" in n)
+    assert note.startswith("3 feed-forward blocks outside the text stack are not measured")
+    assert torch.allclose(alone.maps[0].weight, both.maps[0].weight, atol=1e-6)
+    images = hl.residuals(model, {"pixel_values": inputs["pixel_values"]}, every[2])
+    assert len(images.error) == 48 * 17
+    with pytest.raises(ValueError, match=r"without these blocks: 2 .*do the inputs reach them"):
+        hl.profile(model, inputs["input_ids"], at=every[2])

@@ -304,7 +304,7 @@ def test_a_dry_run_needs_no_weights_and_writes_nothing(tmp_path, here, complaint
     assert "hidden states" in " ".join(told.split())
     assert max(map(len, told.splitlines())) <= 80
     assert [p.name for p in tmp_path.iterdir()] == ["7b"]
-    assert "no weights beside" in complaint("profile", "7b", "-o", "out")
+    assert "this model has no tokenizer" in complaint("profile", "7b", "-o", "out")
 
 
 def test_layers_groups_and_precisions_give_the_same_run(tmp_path, here, monkeypatch, small):

@@ -10,6 +10,7 @@ import tiny
 from howlinear import blocks, profile
 from howlinear.cli.control import _Subject
 from howlinear.cli.sources import Loader, RunSource
+from howlinear.controls import random_init
 from howlinear.models import cutting
 from howlinear.run.tensors import read_store
 
@@ -24,6 +25,29 @@ def text(little):
 def document(done):
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_an_interrupted_random_init_keeps_the_models_it_has_measured(
+    here, little, tmp_path, monkeypatch
+):
+    run = shutil.copytree(little / "run", tmp_path / "run")
+    drawn, real = [], random_init.untrained
+
+    def third_interrupted(*args):
+        drawn.append(args)
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(random_init, "untrained", third_interrupted)
+    command = ("control", "random-init", run, "--seeds", "3", "--blocks", "1")
+    assert here(*command).returncode == 130
+    kept = json.loads((run / "control-random-init.json").read_text())
+    assert [len(b["untrained"]) for b in kept["blocks"]] == [2]
+    assert kept["notes"][-1] == "unfinished: 2 of 3 untrained models measured"
+    again = document(here(*command, "--json"))
+    assert [len(b["untrained"]) for b in again["blocks"]] == [3]
+    assert "earlier" not in json.loads((run / "control-random-init.json").read_text())
 
 
 def test_random_init_of_a_run_uses_what_the_run_holds(here, little, tmp_path):

@@ -169,7 +169,7 @@ def test_pairs_of_depths(text, pairs):
 
 @pytest.mark.parametrize("text", ["", "1", "1-2", "2:0", "0:3", "a:b"])
 def test_pairs_that_are_none(text):
-    with pytest.raises(ValueError, match="--pairs"):
+    with pytest.raises(ValueError, match="`pairs`"):
         depth_pairs(text, 2, 3)
 
 

@@ -150,9 +150,9 @@ def test_bos_always_and_never(byte_level, adds_bos):
     assert torch.equal(always, windows(text, adds_bos, 32, bos="always"))  # one BOS, not two
     assert torch.equal(windows(text, adds_bos, 32, bos="never"), windows(text, byte_level, 32))
     without = PreTrainedTokenizerFast(tokenizer_object=byte_level.backend_tokenizer)
-    with pytest.raises(ValueError, match="no BOS token: use --bos auto"):
+    with pytest.raises(ValueError, match='no BOS token: use `bos="auto"`'):
         windows(text, without, 32, bos="always")
-    with pytest.raises(ValueError, match="--bos takes auto, always or never"):
+    with pytest.raises(ValueError, match="`bos` takes auto, always or never"):
         windows(text, byte_level, 32, bos="sometimes")
 
 
@@ -184,11 +184,13 @@ def test_slow_tokenizers_work_too():
 
 
 def test_windows_that_cannot_be(byte_level, adds_cls_and_sep):
-    with pytest.raises(ValueError, match=r"has \d+ tokens and one window takes 512.*--max-length"):
+    with pytest.raises(
+        ValueError, match=r"has \d+ tokens and one window takes 512: take shorter windows"
+    ):
         windows("too short", byte_level, 512)
-    with pytest.raises(ValueError, match="--max-length 2 leaves no room beside 2 special tokens"):
+    with pytest.raises(ValueError, match="`length` 2 leaves no room beside 2 special tokens"):
         windows(prose(50), adds_cls_and_sep, 2)
-    with pytest.raises(ValueError, match="--tokens 10 is less than one window"):
+    with pytest.raises(ValueError, match="`tokens` 10 is less than one window"):
         windows(prose(50), byte_level, 16, tokens=10)
     with pytest.raises(ValueError, match="no tokenizer"):
         windows(prose(50), None, 16)
@@ -317,7 +319,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         with pytest.raises((ValueError, OSError)) as info:
             text_file(path)
         assert "\n" not in str(info.value)
-        assert "--text-file" in str(info.value)
+        assert "`path`" in str(info.value)
         return str(info.value)
 
     assert "does not exist" in complaint(tmp_path / "nothing.txt")
@@ -435,9 +437,9 @@ def test_dataset_mistakes(datasets, monkeypatch):
         assert "\n" not in str(info.value)
         return str(info.value)
 
-    assert "set --text-column to one of text, id" in complaint("org/set", column="body")
+    assert "set `column` to one of text, id" in complaint("org/set", column="body")
     assert "holds int, not text" in complaint("org/set", column="id")
-    assert "--split" in complaint("org/set", split="nosuch")
+    assert "`split`" in complaint("org/set", split="nosuch")
     assert "doesn't exist on the Hub" in complaint("no/such")
     datasets.data["train"] = Rows(text=[""])
     assert "is empty" in complaint("org/set")

@@ -149,14 +149,14 @@ def test_the_whole_way(model, packed, tmp_path):
 
 def test_what_cannot_be_written_is_known_beforehand(model, packed, tmp_path):
     export_write.check_exportable(model, "gguf", packed)
-    with pytest.raises(ValueError, match=r"no \.gguf file.*or use --export stock and convert that"):
+    with pytest.raises(ValueError, match=r'no \.gguf file.*or use `kind="stock"` and convert that'):
         export_write.check_exportable(model, "gguf", "org/name")
     assert export_write.plan_target(model, "gguf", packed) == "gguf"
     model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     assert export_write.plan_target(model, "gguf", packed) == "stock"
     with torch.no_grad():  # weights that are not those of the file
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
-    with pytest.raises(ValueError, match=r"blk\.0\.ffn_up.* is not the projection.*--export stock"):
+    with pytest.raises(ValueError, match=r'blk\.0\.ffn_up.* is not the projection.*`kind="stock"`'):
         export_write.check_exportable(model, "gguf", packed)
 
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_written_is_known_beforehand(model, packed, tmp_path):
 def test_weights_that_do_not_fit_are_refused(model, packed, tmp_path):
     big = {blocks(model)[0]: Affine(torch.full((32, 32), 1e12), torch.zeros(32), 32)}
     widen(model, big, GGUF)
-    with pytest.raises(ValueError, match=r"does not fit in F16: use --gguf-type bf16"):
+    with pytest.raises(ValueError, match='does not fit in F16: use `gguf_type="bf16"`'):
         write_gguf(model, tmp_path / "out.gguf", "f16", Source.of(packed), ["model.layers.0.mlp"])
 
 

@@ -189,7 +189,7 @@ def test_load_of_ours(tmp_path):
     assert tokenizer is None
     assert torch.equal(output(loaded, "llama"), output(model, "llama"))
     assert loaded.config.model_type == "howlinear_llama"
-    with pytest.raises(ValueError, match="add --trust-remote-code"):
+    with pytest.raises(ValueError, match="add `trust_remote_code=True`"):
         howlinear.load(str(folder))
 
 

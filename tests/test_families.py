@@ -122,7 +122,7 @@ def test_indices_choose_blocks_and_keep_their_depth() -> None:
 
 @pytest.mark.parametrize("text", ["5", "3-7", "2-1", "1--2", "-", "", " ,"])
 def test_wrong_indices_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="blocks") as error:
+    with pytest.raises(ValueError, match="`at`") as error:
         blocks(cached("whisper"), text)
     assert "\n" not in str(error.value)
 
@@ -359,7 +359,7 @@ def test_a_silent_block_is_named_unless_something_else_went_wrong() -> None:
 
     model, batch = tiny.model("llama"), tiny.inputs("llama")
     model.config.num_hidden_layers = 2  # the forward takes as many layers as this says
-    with pytest.raises(RuntimeError, match=r"blocks: 2 \(model.layers.2.mlp\)$"):
+    with pytest.raises(ValueError, match=r"blocks: 2 \(model.layers.2.mlp\): "):
         hear(model, batch)
     with pytest.raises(KeyError, match="later"), tap(model, _ignore):
         run_and_fail()
@@ -368,7 +368,7 @@ def test_a_silent_block_is_named_unless_something_else_went_wrong() -> None:
 
 def test_a_projection_that_is_read_but_not_called_is_not_heard() -> None:
     model, batch = tiny.model("bloom", pretraining_tp=2, slow_but_exact=True), tiny.inputs("bloom")
-    with pytest.raises(RuntimeError, match=r"without these blocks: 0 .* 1 "):
+    with pytest.raises(ValueError, match=r"without these blocks: 0 .* 1 "):
         hear(model, batch)
     with swapped(model, dict.fromkeys(blocks(model), zeros)), pytest.raises(AttributeError):
         model(**batch)
@@ -732,7 +732,7 @@ def test_shared_layers_are_found_but_refused_under_tap() -> None:
 def test_nothing_found_says_what_to_type() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     for pattern in (None, "0"):
-        with pytest.raises(ValueError, match="--blocks REGEX") as error:
+        with pytest.raises(ValueError, match="a pattern of paths") as error:
             blocks(model, pattern)
         assert "\n" not in str(error.value)
     assert [b.path for b in blocks(model, "[0]")] == ["0"]

@@ -115,12 +115,12 @@ def test_a_folder_is_free_resumable_or_in_the_way(run, tmp_path):
     assert run.finished(ASKED, TEXT, MODEL)
     assert not run.finished(other, TEXT, MODEL)
     with pytest.raises(
-        ValueError, match=r"t is not the text of .* has changed since: .* --overwrite"
+        ValueError, match=r"t is not the text of .* has changed since: .* `overwrite=True`"
     ):
         run.finished(ASKED, TEXT | {"fingerprint": "g"}, MODEL)
-    with pytest.raises(ValueError, match=r"weights was abc, m has other: .* --overwrite"):
+    with pytest.raises(ValueError, match=r"weights was abc, m has other: .* `overwrite=True`"):
         run.finished(ASKED, TEXT, MODEL | {"weights": "other"})
-    with pytest.raises(ValueError, match="is not empty: name another folder with -o"):
+    with pytest.raises(ValueError, match="is not empty: name another folder with `out`"):
         run.check_free(other)
     run.check_free(other, overwrite=True)
     run.write({"kind": "progress", "schema": SCHEMA, "asked": ASKED})

@@ -32,11 +32,12 @@ PASSED = {
     "a dataset's column": (UserList(IDS.tolist()), [2, 2, 1], True),
     "a numpy array of lists": (np.array([*IDS.tolist(), None], object)[:5], [2, 2, 1], True),
     "a data frame's column": (pd.Series(list(IDS.numpy())), [2, 2, 1], True),
-    "columns": ({"input_ids": UserList(IDS.tolist()), "attention_mask": MASK}, [2, 2, 1], False),
+    "columns": ({"input_ids": UserList(IDS.tolist()), "attention_mask": MASK}, [2, 2, 1], True),
     "a dict": ({"input_ids": IDS}, [2, 2, 1], True),
     "windows made before": (as_windows(IDS), [2, 2, 1], True),
-    "a dict with a mask": ({"input_ids": IDS, "attention_mask": MASK}, [2, 2, 1], False),
-    "a BatchEncoding": (UserDict(input_ids=IDS.tolist(), attention_mask=MASK), [2, 2, 1], False),
+    "a dict with a mask": ({"input_ids": IDS, "attention_mask": MASK}, [2, 2, 1], True),
+    "a BatchEncoding": (UserDict(input_ids=IDS.tolist(), attention_mask=MASK), [2, 2, 1], True),
+    "a list of rows of a dataset": (ROWS, [2, 2, 1], True),
     "a dict with None": (UserDict(input_ids=IDS, attention_mask=None), [2, 2, 1], True),
     "a list of batches": ([IDS[:3], IDS[3:]], [3, 2], False),
     "a tuple of batches": (IDS.split(3), [3, 2], False),
@@ -82,7 +83,7 @@ def test_masks_are_cut_with_their_windows():
     mask = torch.tensor([[1] * 6, [1] * 5 + [0]] * 2 + [[0] * 6])
     batches = list(as_windows({"input_ids": IDS, "attention_mask": mask}).batches(2))
     assert torch.equal(torch.cat([b.inputs["attention_mask"] for b in batches]), mask)
-    (row,) = list(as_windows(ROWS[:1]).batches())
+    (row,) = list(as_windows(iter(ROWS[:1])).batches())
     assert row.inputs["attention_mask"].shape == (1, 6)
 
 
@@ -217,7 +218,7 @@ def test_an_error_in_the_callback_is_raised_and_a_stop_is_not():
 
 def test_bfloat16_is_refused_where_it_would_crash(monkeypatch):
     monkeypatch.setattr(bfloat16, "crashes", lambda: True)
-    with pytest.raises(ValueError, match="--dtype float32"):
+    with pytest.raises(ValueError, match='`dtype="float32"`'):
         Forward(tiny.model("llama").bfloat16())
 
 

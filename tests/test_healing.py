@@ -356,14 +356,14 @@ def test_a_healed_model_is_written_and_loads(trained, texts, squeezed, healed, t
 
 def test_what_cannot_be_healed_is_refused_in_one_line(trained, texts, squeezed, monkeypatch):
     fit, choose, _ = texts
-    with pytest.raises(ValueError, match="raise --tokens"):
+    with pytest.raises(ValueError, match="raise `tokens`"):
         heal_all(trained[0], squeezed, fit, choose[:1])
     with pytest.raises(ValueError, match="to fit on is empty"):
         heal_all(trained[0], squeezed, fit[:0], choose)
     with pytest.raises(ValueError, match="without torchrun"):
         heal_all(trained[0], squeezed, fit, choose, work=Work(Ranks(0, 2)))
     monkeypatch.setattr("howlinear.run.room.available_memory", lambda: 10**5)
-    with pytest.raises(ValueError, match=r"leave out --heal$"):
+    with pytest.raises(ValueError, match=r"leave out `heal`$"):
         heal_all(trained[0], squeezed, fit, choose)
 
 
@@ -372,7 +372,7 @@ def test_a_model_without_predictions_is_refused_before_the_search(texts, tmp_pat
     ids = texts[0] % 49
     profile(model, ids).save(tmp_path)
     named = dict.fromkeys(("fit", "choose", "report"), ids)
-    with pytest.raises(ValueError, match="--heal trains maps on predictions, but "):
+    with pytest.raises(ValueError, match="`heal` trains maps on predictions, but "):
         compress_model(model, tmp_path, **named, at="0", settings=CompressSettings(heal=2))
 
 

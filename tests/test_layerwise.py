@@ -48,7 +48,7 @@ def test_every_family_gives_the_same(name):
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_two_stacks_are_refused(name):
     model = tiny.model(name)
-    with pytest.raises(ValueError, match="two stacks of layers: run it without --layerwise"):
+    with pytest.raises(ValueError, match="two stacks of layers: run it without `layerwise`"):
         layers_of(model, blocks(model))
 
 

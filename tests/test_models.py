@@ -455,14 +455,14 @@ def test_paths_that_lead_nowhere(tmp_path):
 
 def test_arguments_that_make_no_sense(llama_folder):
     folder = str(llama_folder)
-    assert "--dtype takes float32, float64" in complaint(folder, dtype="fp32")
-    assert "--dtype takes" in complaint(folder, dtype=torch.int8)
-    assert "--device takes cpu" in complaint(folder, device="toaster")
-    assert "--device takes cpu" in complaint(folder, device="meta")
-    assert "drop --revision" in complaint(folder, revision="main")
+    assert "`dtype` takes float32, float64" in complaint(folder, dtype="fp32")
+    assert "`dtype` takes" in complaint(folder, dtype=torch.int8)
+    assert "`device` takes cpu" in complaint(folder, device="toaster")
+    assert "`device` takes cpu" in complaint(folder, device="meta")
+    assert "drop `revision`" in complaint(folder, revision="main")
     if not torch.cuda.is_available():
-        assert "use --device cpu" in complaint(folder, device="cuda")
-    assert "use --device cpu" in complaint(folder, device="cuda:99")
+        assert 'use `device="cpu"`' in complaint(folder, device="cuda")
+    assert 'use `device="cpu"`' in complaint(folder, device="cuda:99")
 
 
 def test_pickles_need_permission(llama_folder, tmp_path):
@@ -470,7 +470,7 @@ def test_pickles_need_permission(llama_folder, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     assert "has no weights" in complaint(str(tmp_path))
     torch.save(tiny_llama().state_dict(), tmp_path / "pytorch_model.bin")
-    assert "--allow-pickle" in complaint(str(tmp_path))
+    assert "`allow_pickle=True`" in complaint(str(tmp_path))
     model, _ = load(str(tmp_path), allow_pickle=True)
     assert torch.equal(model(IDS).logits, tiny_llama()(IDS).logits)
 
@@ -486,12 +486,12 @@ def test_foreign_code_needs_permission(llama_folder, tmp_path):
             config_class = OwnConfig
     """
     (tmp_path / "own.py").write_text("\n".join(line[8:] for line in code.splitlines()))
-    assert "--trust-remote-code" in complaint(str(tmp_path))
+    assert "`trust_remote_code=True`" in complaint(str(tmp_path))
     model, _ = load(str(tmp_path), trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"
     # A known model_type with an unknown class must not quietly load the original architecture.
     edit_config(llama_folder, tmp_path, architectures=["OwnModel"], auto_map=own)
-    assert "--trust-remote-code" in complaint(str(tmp_path))
+    assert "`trust_remote_code=True`" in complaint(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "{}", '{"model_type": "nosuch"}'])
@@ -613,7 +613,7 @@ def test_offline_switch_is_honoured(cache, monkeypatch, llama_folder):
     [
         ("GatedRepoError", "`hf auth login`"),
         ("RepositoryNotFoundError", "neither an existing path nor a model on the hub"),
-        ("RevisionNotFoundError", "--revision v2"),
+        ("RevisionNotFoundError", "`revision` v2"),
         ("RemoteEntryNotFoundError", "no config.json"),
     ],
 )

@@ -446,7 +446,7 @@ def test_empty_windows_are_no_evidence(heavy):
         (tokens(15), "windows-16", "15 tokens and one window takes 16"),
         (tokens(15), "stride-16-8", "15 tokens and one window takes 16"),
         (tokens(2000), "gptq-2048", "2000 tokens and one window takes 2048"),
-        (tokens(32), None, "need a protocol"),
+        (tokens(32), None, "needs a protocol"),
         (tokens(2, 16), "windows-8", r"windows-8 does not fit windows of shape \(2, 16\)"),
         (tokens(2, 16), "stride-16-8", "does not fit"),
         (tokens(2, 16, 1), "windows-16", r"torch.int64 of shape \(2, 16, 1\)"),
@@ -475,7 +475,7 @@ def test_tokens_that_cannot_be_scored_are_refused(llama, ids, protocol, said):
 
 
 def test_a_batch_has_at_least_one_window(llama):
-    with pytest.raises(ValueError, match="--batch-size"):
+    with pytest.raises(ValueError, match="`batch_size`"):
         text_loss(llama, tokens(2, 16), batch_size=0)
 
 

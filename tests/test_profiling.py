@@ -459,7 +459,7 @@ def test_spoiled_run_folders_are_refused(measured, tmp_path):
 
 
 def test_a_course_is_checked():
-    with pytest.raises(ValueError, match=r"unknown solver 'magic', expected .* \(--solver\)"):
+    with pytest.raises(ValueError, match=r"unknown solver 'magic', expected .* \(`solver`\)"):
         Course(solver="magic")
 
 

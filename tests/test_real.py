@@ -1,11 +1,9 @@
 """Real weights and real text. One file, so that one process loads the built-in model, once."""
 
-import ast
 import contextlib
 import json
 import re
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +20,6 @@ from test_docs import README, examples, run_example
 from test_swap import assert_errors_agree_with_a_bootstrap
 
 pytestmark = pytest.mark.real
-
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "profile.ipynb"
-
 
 # -- beside an independent float64 least squares --------------------------------------------------
 
@@ -237,35 +232,3 @@ def test_the_readmes_example_runs(capsys):
         r"^11 model\.layers\.11\.mlp 0\.\d{3} ± 0\.\d{3} first-position only$", shown, re.M
     )
     assert re.search(r"^block 10 as one matrix: perplexity \+\d\.\d\d ± \d\.\d\d$", shown, re.M)
-
-
-def run_cell(source, scope):
-    """Run a cell as a notebook does; what its last line is, if that is an expression."""
-    parsed = ast.parse(source)
-    last = parsed.body[-1]
-    if not isinstance(last, ast.Expr):
-        exec(compile(parsed, NOTEBOOK.name, "exec"), scope)
-        return None
-    parsed.body.pop()
-    exec(compile(parsed, NOTEBOOK.name, "exec"), scope)
-    return eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), scope)
-
-
-@pytest.mark.usefixtures("smaller")
-def test_the_example_notebook_runs(capsys):
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    scope, shown = {}, []
-    for cell in code:
-        value = run_cell("".join(cell["source"]), scope)
-        if hasattr(value, "_repr_html_"):
-            shown.append(value._repr_html_())
-    (html,) = shown
-    assert "model.layers.11.mlp" in html
-    printed = capsys.readouterr().out
-    for cell in code:  # stored outputs say the same; digits depend on the machine
-        for output in cell["outputs"]:
-            words = "".join(output.get("text", [])).split()
-            assert all(word in printed for word in words if word.isalpha())
-    assert "block 11: R2 0." in printed
-    assert "first-position only" in printed

@@ -286,7 +286,7 @@ def test_blocks_together_are_compared_with_the_sum_of_single_swaps(run):
     result.save(run)
     swaps(run, 24, SwapOptions(0), at="1").save(run)
     assert RunFolder(run).read("swap")["together"] == result.together
-    with pytest.raises(ValueError, match="--together"):
+    with pytest.raises(ValueError, match="`together`"):
         SwapOptions(together=(3,))
 
 

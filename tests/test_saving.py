@@ -238,7 +238,7 @@ def test_settings_that_changed_are_named(llama, tmp_path):
     course = Course(saves=Saves(tmp_path, {"tokens": 1, "folds": 5}, 0.0))
     with pytest.raises(Killed):
         profile(llama, WINDOWS, course=course, progress=killed_after(3000))
-    with pytest.raises(ValueError, match=r"another folds \(5, now 4\).*--overwrite"):
+    with pytest.raises(ValueError, match=r"another folds \(5, now 4\).*`overwrite=True`"):
         Saves(tmp_path, {"tokens": 1, "folds": 4}, 0.0)
     assert Saves(tmp_path, {"tokens": 1, "folds": 5}, 0.0).begun
     # a damaged save is told by its name, not believed

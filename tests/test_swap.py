@@ -215,12 +215,12 @@ def test_a_weighting_needs_the_text_or_the_stream(sunk):
         measure_swaps(
             model, folder, choose=few, report=few, options=SwapOptions(weighting="stream")
         )
-    with pytest.raises(ValueError, match="--weighting"):
+    with pytest.raises(ValueError, match="`weighting`"):
         measure_swaps(model, folder, choose=few, report=few, options=SwapOptions(weighting="best"))
-    with pytest.raises(ValueError, match="--units"):
+    with pytest.raises(ValueError, match="`units`"):
         SwapOptions(units=3)
     unknown = blocks(model, r"model\.layers\.\d\.mlp\.gate_proj")
-    with pytest.raises(ValueError, match="not known: use --weighting output"):
+    with pytest.raises(ValueError, match='not known: use `weighting="output"`'):
         weighted_moments(model, unknown, few, "stream", {b.index: [] for b in unknown})
 
 

@@ -20,6 +20,7 @@ from howlinear.cli.bench import bench
 from howlinear.cli.compare import compare
 from howlinear.cli.compress import compress
 from howlinear.cli.control import control
+from howlinear.cli.flags import with_flags
 from howlinear.cli.merge import merge
 from howlinear.cli.output import follows
 from howlinear.cli.probe import probe
@@ -115,6 +116,6 @@ class _Escaped(logging.Formatter):
 
 def _fail(message: str, code: int) -> None:
     rank = f"rank {os.environ['RANK']}: " if follows() else ""
-    line = f"howlinear: {rank}{' '.join(message.split())}"
+    line = f"howlinear: {rank}{' '.join(with_flags(message).split())}"
     print(escaped(line), file=sys.stderr, flush=True)
     sys.exit(code)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -83,10 +85,13 @@ def random_init(
 
     subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
     folder = subject.folder("control-random-init", out)
-    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle), blocks)
+    net, ids = subject.load(
+        Loader(device, trust_remote_code, allow_pickle), blocks=blocks, decoder=True
+    )
     options: dict[str, Any] = {"seeds": seeds, "shuffled": shuffled, "at": blocks}
     with progress_bars() as begin:
         options |= {"folds": subject.folds, "work": subject.work(batch_size, begin)}
+        options["after_seed"] = partial(subject.keep, net, folder)
         result = measure(net, ids, trained=subject.trained(net, blocks), **options)
     subject.write(result, show_random_init, net, folder, as_json)
 
@@ -115,7 +120,9 @@ def matched(
 
     subject = _Subject(model, text_file, tokens, max_length, folds, model_place)
     folder = subject.folder("control-matched", out)
-    net, ids = subject.load_decoder(Loader(device, trust_remote_code, allow_pickle), blocks)
+    net, ids = subject.load(
+        Loader(device, trust_remote_code, allow_pickle), blocks=blocks, decoder=True
+    )
     _check_sums(memory(blocks_of(net, blocks), subject.folds), "measure fewer --blocks at a time")
     with progress_bars() as begin:
         work = subject.work(batch_size, begin)
@@ -141,18 +148,20 @@ def cross_feed(
 ) -> None:
     """Run blocks of A on inputs of B and the reverse: do weights or inputs make the difference?"""
     from howlinear import blocks
+    from howlinear.controls.cross_feed import check_widths, depth_pairs, memory
     from howlinear.controls.cross_feed import cross_feed as measure
-    from howlinear.controls.cross_feed import depth_pairs, memory
     from howlinear.models import loading
 
     a, b = (_Subject(m, text_file, tokens, max_length, folds) for m in (model_a, model_b))
     folder = a.folder("control-cross-feed", out)
     loader = Loader(device, trust_remote_code, allow_pickle)
-    net_a, ids_a = a.load_decoder(loader)
-    b.read_text_of(a, ids_a.length)
-    net_b, ids_b = b.load_decoder(loader)
-    sides = blocks(net_a), blocks(net_b)
+    shell_a, shell_b = (side.skeleton(trust_remote_code) for side in (a, b))
+    sides = blocks(shell_a), blocks(shell_b)
     chosen = depth_pairs(pairs, *map(len, sides))
+    check_widths(shell_a, shell_b, sides, chosen)  # mistakes are found without weights
+    net_a, ids_a = a.load(loader, decoder=True)
+    b.read_text_of(a, ids_a.length)
+    net_b, ids_b = b.load(loader, decoder=True)
     _check_sums(max(memory(side, a.folds, chosen) for side in sides), "name fewer --pairs")
     with progress_bars() as begin:
         options: dict[str, Any] = {"folds": a.folds, "work": a.work(batch_size, begin)}
@@ -279,32 +288,48 @@ class _Subject:
         self.text, self.tokens, self.length, self.cut = other.text, other.tokens, length, other.cut
 
     def load(
-        self, loader: Loader, label: str | None = None, blocks: str | None = None
+        self,
+        loader: Loader,
+        label: str | None = None,
+        blocks: str | None = None,
+        decoder: bool = False,
     ) -> tuple[Any, Any]:
-        """The model and its windows; the number of tokens depends on the width of the blocks."""
+        """The model and its windows; the number of tokens depends on the width of the blocks.
+
+        With `decoder`, models that do not read one stream of tokens are refused.
+        """
         from howlinear import blocks as blocks_of
-        from howlinear.models.cutting import default_tokens
+        from howlinear.models.cutting import check_cut, default_tokens
         from howlinear.models.forward import as_windows
         from howlinear.profiling.merging import fit_windows
 
+        cut = dict(self.cut)
+
+        def check(net: Any, tokenizer: Any) -> None:
+            """Refuse, before weights are read, blocks and windows that there are not."""
+            if decoder and (net.main_input_name != "input_ids" or net.config.is_encoder_decoder):
+                name = type(net).__name__
+                raise ValueError(f"{name} is not a model that reads one stream of tokens")
+            widest = max(b.d_in for b in blocks_of(net, blocks))
+            tokens = self.tokens or default_tokens(widest)
+            if self.source is None or self.cut is not self.source.settings:
+                cut.update(window=window_length(net, tokenizer, self.length), tokens=tokens)
+                check_cut(tokenizer, cut["window"], tokens, cut.get("bos", "auto"))
+
         if self.source is not None:
-            net, tokenizer = self.source.load(loader, blocks), self.source.tokenizer
+            net, tokenizer = self.source.load(loader, check), self.source.tokenizer
             if self.cut is self.source.settings:
                 return net, self.source.fit_windows()
         else:
-            net, tokenizer = loader.load(self.name, label, revision=self.revision, blocks=blocks)
-        length = window_length(net, tokenizer, self.length)
-        widest = max(b.d_in for b in blocks_of(net, blocks))
-        tokens = self.tokens or default_tokens(widest)
-        cut = {**self.cut, "window": length, "tokens": tokens}
+            net, tokenizer = loader.load(self.name, label, revision=self.revision, check=check)
         return net, as_windows(fit_windows(self.text.fit, tokenizer, cut))
 
-    def load_decoder(self, loader: Loader, blocks: str | None = None) -> tuple[Any, Any]:
-        """The same, for experiments on models that read one stream of tokens."""
-        net, ids = self.load(loader, blocks=blocks)
-        if net.main_input_name != "input_ids" or net.config.is_encoder_decoder:
-            raise ValueError(f"{type(net).__name__} is not a model that reads one stream of tokens")
-        return net, ids
+    def skeleton(self, trust_remote_code: bool) -> Any:
+        """The model without its weights."""
+        from howlinear.models import loading
+
+        trusted = {"trust_remote_code": trust_remote_code}
+        return loading.skeleton(self.name, revision=self.revision, **trusted)
 
     def work(self, batch_size: int, progress: Any) -> Any:
         from howlinear.run.work import Work
@@ -340,18 +365,35 @@ class _Subject:
         self, result: Any, show_table: Any, net: Any, folder: RunFolder, as_json: bool
     ) -> None:
         """Write the result and print it."""
+        self.ranks.stop()
+        if self.ranks.rank == 0:
+            data = self._described(result, net)
+            where = folder.path(data["kind"])
+            show(result, show_table, where, as_json, lambda: _add(folder, data))
+
+    def keep(self, net: Any, folder: RunFolder, so_far: Any) -> None:
+        """Write what there is of a result, if that can be: at the end it is printed if not."""
+        if self.ranks.rank == 0:
+            with suppress(OSError):
+                _add(folder, self._described(so_far, net))
+
+    def _described(self, result: Any, net: Any) -> dict[str, Any]:
+        """The result as it is written, with its model, text and command."""
         from howlinear.models import loading
 
-        self.ranks.stop()
-        if self.ranks.rank:
-            return
-        result.about.update(
-            model=loading.describe(net, self.name, self.revision),
-            corpus=self.corpus(),
-            **made_by(),
-        )
-        data = result.to_dict()
-        show(result, show_table, folder.path(data["kind"]), as_json, lambda: folder.add(data))
+        model = loading.describe(net, self.name, self.revision)
+        result.about.update(model=model, corpus=self.corpus(), **made_by())
+        data: dict[str, Any] = result.to_dict()
+        return data
+
+
+def _add(folder: RunFolder, data: dict[str, Any]) -> None:
+    """Write a result in the place of what an unfinished command has left of it."""
+    from howlinear.controls.random_init import UNFINISHED
+
+    before = folder.alike(data)
+    unfinished = before and any(str(n).startswith(UNFINISHED) for n in before.get("notes", []))
+    folder.add(data, replaced=before if unfinished else None)
 
 
 def _folder(model: str | None) -> RunFolder:

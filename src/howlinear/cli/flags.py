@@ -76,6 +76,34 @@ BatchSize = Annotated[int, Option(help="Windows in each forward pass.", min=1)]
 Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
 
 
+# -- arguments of Python as flags
+
+RENAMED = {  # arguments whose flags have other names
+    "at": "--blocks",
+    "column": "--text-column",
+    "config": "--dataset-config",
+    "id": "--dataset",
+    "kind": "--export",
+    "kinds": "--kind",
+    "length": "--max-length",
+    "out": "-o",
+    "parameters": "--remove-params",
+    "path": "--text-file",
+    "perplexity": "--max-ppl-increase",
+}
+
+
+def with_flags(message: str) -> str:
+    """A message of the library with its arguments as flags: `bos="auto"` becomes --bos auto."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        option = RENAMED.get(name, f"--{name.replace('_', '-')}")
+        return option if value in (None, "True") else f"{option} {value}"
+
+    return re.sub(r'`([a-z_]+)(?:="?([\w-]+)"?)?`', flag, message)
+
+
 # -- values
 
 

@@ -18,6 +18,7 @@ from howlinear.cli.output import follows, made_by, print_json, progress_bars, sa
 from howlinear.cli.printer import terminal_console, write
 from howlinear.cli.profile_table import show_profile, show_shard
 from howlinear.cli.sources import Loader, in_full, window_length
+from howlinear.records.words import duration
 from howlinear.run import room
 from howlinear.run.folder import RunFolder
 
@@ -196,9 +197,13 @@ def _profile_texts(
     ranks, several, result = Ranks.start(), len(texts) > 1, None
     if ranks.count > 1 and any(source[0] == "-" for source in sources.values()):
         raise ValueError("several processes cannot share one stdin: save the text (--text-file)")
-    with _loaded(out / "partial" / str(ranks.rank), request, loader) as (net, tokenizer):
+    cut: dict[str, Any] = {}
+
+    def check(net: Any, tokenizer: Any) -> None:
+        cut.update(_checked_cut(net, tokenizer, request))
+
+    with _loaded(out / "partial" / str(ranks.rank), request, loader, check) as (net, tokenizer):
         at = howlinear.blocks(net, request["blocks"])
-        cut = _cut(net, tokenizer, at, request)
         model = describe(net, request["model"], request["revision"])
         for folder, text in texts.items():
             if several:
@@ -318,6 +323,7 @@ def _plan(net: Any, at: Any, ids: Any, scope: Any, course: Any) -> int:
         say(f"{ids.numel()} tokens in all; here and of each process:")
     for line in needs.lines():
         say(line)
+    say(f"{duration(needs.seconds(net))}, by the speed of one matrix product")
     check_room(needs.moments, needs.disk, course.saves.folder)
     if together < len(every):
         say(f"moments of all {len(every)} blocks do not fit into memory: {together} at a time")
@@ -358,8 +364,30 @@ def _cut(net: Any, tokenizer: Any, at: Any, request: Request) -> dict[str, Any]:
     }
 
 
+def _checked_cut(net: Any, tokenizer: Any, request: Request) -> dict[str, Any]:
+    """How the text is cut; refused, before weights are read, what the model cannot do."""
+    from howlinear.models.cutting import check_cut
+    from howlinear.models.layers import layers_of
+    from howlinear.profiling.gathering import with_experts
+
+    if net.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(net).__name__} reads {net.main_input_name}, not text: "
+            "call howlinear.profile from Python with batches of model inputs"
+        )
+    at = howlinear.blocks(net, request["blocks"])
+    with_experts(net, at, request["experts"])
+    if request["layerwise"]:
+        layers_of(net, at)
+    cut = _cut(net, tokenizer, at, request)
+    check_cut(tokenizer, cut["window"], cut["tokens"], cut["bos"])
+    return cut
+
+
 @contextlib.contextmanager
-def _loaded(partial: Path, request: Request, loader: Loader) -> Iterator[tuple[Any, Any]]:
+def _loaded(
+    partial: Path, request: Request, loader: Loader, check: Callable[[Any, Any], None]
+) -> Iterator[tuple[Any, Any]]:
     """The model and its tokenizer; weights on disk are removed at the end."""
     model, device_map = request["model"], request["device_map"]
     offload = partial / "weights" if request["layerwise"] or device_map else None
@@ -368,15 +396,9 @@ def _loaded(partial: Path, request: Request, loader: Loader) -> Iterator[tuple[A
         if packed:
             say("packed weights are read whole: --layerwise bounds the memory of moments alone")
         device_map = None if packed else "disk"
-    options = {"device_map": device_map, "offload_folder": offload}
-    options |= {name: request[name] for name in ("revision", "dtype", "blocks")}
-    net, tokenizer = loader.load(model, **options)
-    if net.main_input_name != "input_ids":
-        raise ValueError(
-            f"{type(net).__name__} reads {net.main_input_name}, not text: "
-            "call howlinear.profile from Python with batches of model inputs"
-        )
-    yield net, tokenizer
+    options = {"device_map": device_map, "offload_folder": offload, "check": check}
+    options |= {name: request[name] for name in ("revision", "dtype")}
+    yield loader.load(model, **options)
     if offload is not None:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):

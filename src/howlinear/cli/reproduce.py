@@ -102,8 +102,13 @@ def _measure_all(
 def _measure(name: str | None, out: Path | None, options: dict[str, Any]) -> Reproduction:
     """Run `howlinear profile --protocol paper` without its table."""
     out = out or Path("runs") / f"reproduce-{name or flags.slug(None)}"
-    with contextlib.redirect_stdout(io.StringIO()):
-        profile(None if name is None else _id(name), out=out, protocol="paper", **options)
+    table = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(table):
+            profile(None if name is None else _id(name), out=out, protocol="paper", **options)
+    except OSError:  # what could not be written
+        print(table.getvalue(), end="")
+        raise
     return reproduce_run(out)
 
 

@@ -80,7 +80,7 @@ class RunSource:
             try:
                 text = corpus.open_text(name)
             except (ValueError, FileNotFoundError) as problem:
-                raise ValueError(str(problem).replace("--text-file", "--also-fit")) from None
+                raise ValueError(str(problem).replace("`path`", "`also_fit`")) from None
             if text.fingerprint() in seen:
                 raise ValueError(f"{name} is fitted on already: leave out this --also-fit")
             seen.add(text.fingerprint())
@@ -93,11 +93,11 @@ class RunSource:
             f"place with {flag}"
         )
 
-    def load(self, loader: Loader, blocks: str | None = None) -> Any:
-        """The model. A choice of `blocks` that it does not have is refused before weights are read."""
+    def load(self, loader: Loader, check: Any = None) -> Any:
+        """The model; for `check` see `loading.load`."""
         from howlinear.models import loading
 
-        options = {"revision": self.revision, "dtype": self.asked["dtype"], "blocks": blocks}
+        options = {"revision": self.revision, "dtype": self.asked["dtype"], "check": check}
         try:
             self.net, self.tokenizer = loader.load(self.model, **options)
         except FileNotFoundError:
@@ -107,17 +107,19 @@ class RunSource:
         self.folder.check_model(loading.describe(self.net, self.model, self.revision))
         return self.net
 
-    def check_blocks(self, at: str | None) -> None:
-        """Refuse blocks that the run has not measured, before the model is loaded."""
+    def check_blocks(self, at: str | None, every: bool = False) -> None:
+        """Refuse blocks that the run has not measured, before the model is loaded; or fewer than `every`."""
         from howlinear.models.naming import indices_of
 
-        indices_of(at, self._paths())
+        paths = self._paths()
+        if len(indices_of(at, paths)) < len(paths) and every:
+            raise ValueError(f"a stock model has one width: replace all {len(paths)} blocks")
 
-    def indices(self, text: str | None, flag: str) -> tuple[int, ...]:
-        """Blocks that a flag names by indices, such as 3,5,9-12; refused if the run has others."""
+    def indices(self, text: str | None, argument: str) -> tuple[int, ...]:
+        """Blocks that an argument names by indices, such as 3,5,9-12; refused if the run has others."""
         from howlinear.models.naming import depth_indices
 
-        return () if text is None else tuple(depth_indices(text, list(self._paths()), flag))
+        return () if text is None else tuple(depth_indices(text, list(self._paths()), argument))
 
     def _paths(self) -> dict[int, str]:
         return {b["index"]: b["path"] for b in self.profile["blocks"]}

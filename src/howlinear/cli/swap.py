@@ -109,7 +109,9 @@ def swap(
 ) -> None:
     """Replace each block alone by its map and measure what that costs."""
     from howlinear.losses.protocols import EvalProtocol
+    from howlinear.profiling.profiler import Profile
     from howlinear.run.work import Ranks, Work
+    from howlinear.swapping.expert_swaps import chosen
     from howlinear.swapping.swaps import SwapOptions
 
     source = RunSource(run, model, text_file)
@@ -120,13 +122,15 @@ def swap(
         weighting=weighting,
         safe=nats_of(safe),
         baselines=baselines,
-        together=source.indices(together, "--together"),
+        together=source.indices(together, "together"),
         all_tokens=all_tokens,
         overwrite=overwrite,
     )
     wanted = flags.number_or(positions, "--positions", "auto", "all")
     if wanted == 0:
         raise ValueError("--positions 0 scores no token: write auto, all or a number from 1 on")
+    if experts is not None:
+        chosen(Profile.load(run).experts, experts)
     kind = "swap" if experts is None else "swap-experts"
     source.folder.check_addable(kind)
     ranks = Ranks.start()

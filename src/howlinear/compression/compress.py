@@ -27,7 +27,7 @@ from howlinear.compression.search import Search, Trial
 from howlinear.compression.targets import INSTEAD
 from howlinear.linear.affine import Map, UnitMap
 from howlinear.losses.perplexity import Comparison
-from howlinear.losses.protocols import EvalProtocol
+from howlinear.losses.protocols import EvalProtocol, as_tokens
 from howlinear.models.families import Block, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.naming import BlockNames
@@ -135,7 +135,7 @@ def compress_model(
     folder: str | Path,
     budget: Budget | None = None,
     *,
-    fit: Tensor,
+    fit: WindowsLike,
     choose: WindowsLike,
     report: WindowsLike,
     plan: Sequence[BlockPlan] | None = None,
@@ -155,10 +155,11 @@ def compress_model(
     every = [b for b, _ in match(model, run, None)]
     sizes = Sizes(model, every, settings.target)
     settings = _even(settings, sizes) if sizes.even else settings
-    fitter = Refitter(model, every, fit, intercept=settings.intercept, work=work)
-    losses = Losses(model, choose, report, settings.protocol, work)
+    ids = as_windows(fit).all_ids
+    fitter = Refitter(model, every, ids, intercept=settings.intercept, work=work)
+    losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
     if settings.heal:
-        _check_healable(losses, fit, sizes.total)
+        _check_healable(losses, ids, sizes.total)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
     maps = RunMaps(model, Path(folder), run)
@@ -166,7 +167,7 @@ def compress_model(
     if search.unmet:
         settings = replace(settings, curve=(), baselines=False, heal=0)
     points = _ours(search, best, path, settings.curve)
-    healed = _healed(losses, best.maps, fit, settings.heal, RunFolder(folder).healing)
+    healed = _healed(losses, best.maps, ids, settings.heal, RunFolder(folder).healing)
     if healed.record.get("kept"):
         points = _compared(losses, [("healed", points[0].removed, healed.maps)]) + points
     if points and settings.baselines and not sizes.even:
@@ -182,7 +183,7 @@ def compress_model(
         curve=points,
         settings={
             "protocol": losses.protocol.name,
-            "fit_tokens": fit.numel(),
+            "fit_tokens": ids.numel(),
             "budget": asdict(budget) if plan is None and at is None else None,
             **_recorded(settings),
         },
@@ -203,10 +204,10 @@ def _even(settings: CompressSettings, sizes: Sizes) -> CompressSettings:
     if sizes.others:
         raise ValueError(
             f"a stock model has one width, and the run has not measured {sizes.others[0]}: profile all "
-            "blocks, or use --export hf"
+            'blocks, or use `kind="hf"`'
         )
     if settings.rank not in ("auto", 0):
-        raise ValueError(f"a stock block holds no matrix: leave out --rank, or {INSTEAD}")
+        raise ValueError(f"a stock block holds no matrix: leave out `rank`, or {INSTEAD}")
     return replace(settings, rank=0, intercept=settings.intercept and sizes.biases)
 
 
@@ -225,7 +226,7 @@ def change_on(
 def _check_healable(losses: Losses, fit: Tensor, parameters: int) -> None:
     """Refuse, before the search, what cannot be healed."""
     if reason := losses.reason or why_no_gradients(losses.model, as_windows(fit), Course()):
-        raise ValueError(f"--heal trains maps on predictions, but {reason}")
+        raise ValueError(f"`heal` trains maps on predictions, but {reason}")
     check_healable(fit, as_windows(losses.choose).all_ids, parameters, losses.work)
 
 

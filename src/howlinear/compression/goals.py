@@ -28,11 +28,11 @@ def share_for_bytes(model: nn.Module, at: Sequence[Block], wanted: int) -> float
     header = HEADER * (len(list(model.parameters())) + 6 * len(at))  # maps have up to 6 tensors
     total, blocks = each * parameter_count(model) + header, each * Sizes(model, at).total
     if wanted >= total:
-        raise ValueError(f"the model takes {size(total)} already: ask for less (--target-size)")
+        raise ValueError(f"the model takes {size(total)} already: ask for less (`target_size`)")
     if total - wanted >= blocks:
         raise ValueError(
             f"{size(wanted)} cannot be reached: without any feed-forward block the model takes "
-            f"{size(total - blocks)} (--target-size)"
+            f"{size(total - blocks)} (`target_size`)"
         )
     return (total - wanted) / blocks
 
@@ -49,6 +49,6 @@ def share_for_speed(model: nn.Module, at: Sequence[Block], wanted: float) -> flo
         most = every / max(every - LENGTH * Sizes(model, at).total, 1)
         raise ValueError(
             f"a speed-up of {wanted:g} cannot be reached: without any feed-forward block prefill has "
-            f"{most:.2f} times fewer multiply-adds (--speedup, above 1)"
+            f"{most:.2f} times fewer multiply-adds (`speedup`, above 1)"
         )
     return share

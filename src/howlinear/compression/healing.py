@@ -82,13 +82,13 @@ def check_healable(windows: Tensor, held_out: Tensor, parameters: int, work: Wor
     if len(held_out) < 2:
         raise ValueError(
             f"healing is stopped by held-out text, and the text for choosing has {len(held_out)} "
-            "windows: raise --tokens or profile a longer text"
+            "windows: raise `tokens` or profile a longer text"
         )
     if not windows.numel():
         raise ValueError("the text to fit on is empty: there is nothing to heal on")
     if work.ranks.count > 1:
-        raise ValueError("healing runs in one process: call compress --heal without torchrun")
-    room.check_memory(5 * 4 * parameters, "healing needs up to", "leave out --heal")
+        raise ValueError("healing runs in one process: do not start it by torchrun")
+    room.check_memory(5 * 4 * parameters, "healing needs up to", "leave out `heal`")
 
 
 def heal(

@@ -96,7 +96,7 @@ class Sizes:
         if len(shapes) < len(self.parameters) or len(units) > 1 or 0 in units:
             raise ValueError(
                 f"a stock model has one width: replace all {len(self.parameters)} blocks and keep the same "
-                f"number of hidden units in each (--remove-params finds it), or {INSTEAD}"
+                f"number of hidden units in each (a budget of `parameters` finds it), or {INSTEAD}"
             )
 
     def saved_by(self, maps: Mapping[Block, Map]) -> dict[Block, int]:
@@ -197,8 +197,8 @@ def price_options(
     """Every option of every block that saves parameters, with its cost on the text for choosing."""
     if losses.reason:
         raise ValueError(
-            f"--max-ppl-increase and --remove-params measure costs, but {losses.reason}: name "
-            "blocks (--blocks) or give a --plan"
+            f"`perplexity` and `parameters` measure costs, but {losses.reason}: name "
+            "blocks (`at`) or give a `plan`"
         )
     shapes = {b: _priced_shapes(b, sizes, rank, units) for b in fitter.at}
     ranks = {

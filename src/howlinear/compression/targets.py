@@ -38,8 +38,8 @@ class Format:
 GGUF = Format("gguf", 32, every_bias=False)  # q8_0 packs 32 weights of a row
 NEMOTRON = Format("nemotron-nas", 256, every_bias=True)  # readers round widths up to 256
 FORMATS = {form.name: form for form in (GGUF, NEMOTRON)}
-INSTEAD = "use --export hf"  # what the other kinds of export recommend: it holds every map
-NO_LLAMA = "use --export stock or hf"  # what formats for Llamas recommend
+INSTEAD = 'use `kind="hf"`'  # what the other kinds of export recommend: it holds every map
+NO_LLAMA = 'use `kind="stock"` or hf'  # what formats for Llamas recommend
 STOCK = "stock"  # one width for all blocks, of hidden units that are kept; no linear ones
 
 

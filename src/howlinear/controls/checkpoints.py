@@ -51,7 +51,7 @@ class Training(Result):
                 if difference := model_difference(checkpoint["model"], about):
                     raise ValueError(
                         f"{name} has changed since it was measured: {difference}; name another folder "
-                        "with -o to measure it again"
+                        "with `out` to measure it again"
                     )
                 return True
         return False
@@ -85,7 +85,7 @@ class Training(Result):
         if self.checkpoints and self.checkpoints[0].get("cells") != cells:
             raise ValueError(
                 f"{name} is held out in other folds than {self.measured[0]} was: name another folder "
-                "with -o"
+                "with `out`"
             )
         advance = work.begin(f"profiling {name}", text.tokens // work.ranks.count)
         options: dict[str, Any] = {"at": at, "folds": self.settings["folds"], "advance": advance}
@@ -121,7 +121,7 @@ def read_training(run: RunFolder, settings: dict[str, Any]) -> Training:
         return Training(settings)
     data, path = run.read(KIND), run.path(KIND)
     if data.get("asked") != settings:
-        raise ValueError(f"{path} was measured with other settings: name another folder with -o")
+        raise ValueError(f"{path} was measured with other settings: name another folder with `out`")
     checkpoints: Any = data.get("checkpoints")
     if not (isinstance(checkpoints, list) and all(map(_is_checkpoint, checkpoints))):
         raise ValueError(f"{path} is damaged, or does not say which weights it is about: remove it")

@@ -45,7 +45,7 @@ def cross_feed(
     work, texts = work or Work(), (as_windows(windows_a), as_windows(windows_b))
     every = (blocks(model_a), blocks(model_b))
     chosen = depth_pairs(pairs, len(every[0]), len(every[1]))
-    _check_widths(model_a, model_b, every, chosen)
+    check_widths(model_a, model_b, every, chosen)
     sides = []
     for k, model in enumerate((model_a, model_b)):
         text, split = texts[k], texts[k].folds(folds)
@@ -150,21 +150,22 @@ def depth_pairs(text: str, count_a: int, count_b: int) -> list[tuple[int, int]]:
     for part in text.split(","):
         i, colon, j = part.strip().partition(":")
         if not (colon and i.isdecimal() and j.isdecimal()):
-            raise ValueError(f"--pairs {text!r}: write same, all or depths such as 3:5,4:4")
+            raise ValueError(f"`pairs` {text!r}: write same, all or depths such as 3:5,4:4")
         if int(i) >= count_a or int(j) >= count_b:
             raise ValueError(
-                f"--pairs {part.strip()}: the models have {count_a} and {count_b} blocks, from 0"
+                f"`pairs` {part.strip()}: the models have {count_a} and {count_b} blocks, from 0"
             )
         pairs.append((int(i), int(j)))
     return list(dict.fromkeys(pairs))
 
 
-def _check_widths(
+def check_widths(
     model_a: nn.Module,
     model_b: nn.Module,
     every: tuple[list[Block], list[Block]],
     pairs: Sequence[tuple[int, int]],
 ) -> None:
+    """Refuse blocks that cannot run on each other's inputs."""
     for i, j in pairs:
         a, b = every[0][i], every[1][j]
         if a.d_in != b.d_in:

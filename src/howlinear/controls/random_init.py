@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from howlinear.records.statistics import over_blocks, pearson
 from howlinear.records.words import known, plural
 from howlinear.run.work import Advance, Work
 
+UNFINISHED = "unfinished"  # how the note of such a result begins
 SHORT = 16  # tokens in a window of an untrained model
 
 
@@ -41,36 +42,41 @@ def random_init(
     at: BlockNames = None,
     folds: int = 5,
     work: Work | None = None,
+    after_seed: Callable[[Control], None] = lambda _: None,
 ) -> Control:
     """The trained profile against the range of the same architecture untrained.
 
     Fresh weights are drawn as the model's class draws them. `shuffled` permutes the trained weights
     within each matrix instead, which keeps their sizes and removes what they learned. `trained` is
-    the trained model's profile on these windows, if it is known.
+    the trained model's profile on these windows, if it is known. `after_seed` is called with the result
+    so far, after each untrained model but the last.
     """
     if seeds < 1:
-        raise ValueError(f"an untrained range needs at least one seed, got {seeds} (--seeds)")
+        raise ValueError(f"an untrained range needs at least one seed, got {seeds} (`seeds`)")
     work, text = work or Work(), as_windows(windows)
     ids = text.all_ids
     advance = _begin(work, text.tokens, seeds, trained is not None)
     options: dict[str, Any] = {"at": at, "folds": folds, "advance": advance}
     trained = trained or profiled(model, text, work, **options)
     many = replace(work, batch_size=work.batch_size * max(1, ids.shape[1] // SHORT))
-    draws = []
-    for seed in range(seeds):
-        net = untrained(model, seed, shuffled)
-        draws.append(profiled(net, tokens := drawn_tokens(net, ids, seed), many, **options))
-    rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
     settings = {
         "seeds": seeds,
         "weights": "shuffled" if shuffled else "fresh",
         "tokens": text.tokens,
         "window": text.length,
-        "window_untrained": tokens.shape[1],
+        "window_untrained": min(SHORT, ids.shape[1]),
         "folds": folds,
     }
-    notes = _notes(tokens, max(b.d_in for b in trained.blocks), folds)
-    return Control("random-init", rows, _summary(rows, draws), settings, notes)
+    draws: list[Profile] = []
+    while True:
+        net = untrained(model, seed := len(draws), shuffled)
+        draws.append(profiled(net, tokens := drawn_tokens(net, ids, seed), many, **options))
+        rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
+        notes = _notes(tokens, max(b.d_in for b in trained.blocks), folds)
+        if len(draws) == seeds:
+            return Control("random-init", rows, _summary(rows, draws), settings, notes)
+        notes.append(f"{UNFINISHED}: {len(draws)} of {plural(seeds, 'untrained model')} measured")
+        after_seed(Control("random-init", rows, _summary(rows, draws), settings, notes))
 
 
 def _begin(work: Work, tokens: int, seeds: int, known: bool) -> Advance:
@@ -104,7 +110,7 @@ def _notes(tokens: Tensor, columns: int, folds: int) -> list[str]:
     return [
         f"not meaningful: the untrained rows of a fit count for about {rows} independent ones "
         f"({len(tokens)} windows, {different:.0f} different tokens), fewer than the {columns} columns: "
-        f"untrained R2 shows too few rows; give more --tokens"
+        f"untrained R2 shows too few rows; give more tokens"
     ]
 
 

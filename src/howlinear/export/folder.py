@@ -68,7 +68,7 @@ def check_free(path: str | Path) -> None:
         return
     if path.exists() or path.is_symlink():
         kind = "is not empty" if path.is_dir() else "exists and is no folder"
-        raise ValueError(f"{path} {kind}: remove it, or name another folder (-o)")
+        raise ValueError(f"{path} {kind}: remove it, or name another folder (`out`)")
 
 
 def _settle(folder: Path) -> None:

@@ -26,7 +26,7 @@ from howlinear.models import ggufs
 from howlinear.models.families import Block, blocks
 from howlinear.models.units import weight_of
 
-INSTEAD = "use --export stock"
+INSTEAD = 'use `kind="stock"`'
 
 
 def check_family(model: nn.Module, source: Source) -> None:
@@ -113,7 +113,7 @@ def check_family_file(path: Path, small: nn.Module, source: Source) -> None:
             raise ValueError(f"{path}: {there} is not what the model has")
         if not np.isfinite(got).all():
             stored = entry.tensor_type.name
-            raise ValueError(f"{there} does not fit in {stored}: use --gguf-type bf16")
+            raise ValueError(f'{there} does not fit in {stored}: use `gguf_type="bf16"`')
 
 
 def _changed(small: nn.Module, source: Source) -> dict[str, Tensor]:

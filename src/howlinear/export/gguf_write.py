@@ -82,8 +82,8 @@ def source_of(name: str | Path | None) -> Source:
     path = source_file(name)
     if path is None:
         raise ValueError(
-            f"{name} is no .gguf file, from which --export gguf copies tokenizer and metadata: convert it "
-            "(convert_hf_to_gguf.py of llama.cpp) and profile the file, or use --export stock and convert that"
+            f'{name} is no .gguf file, from which `kind="gguf"` copies tokenizer and metadata: convert it '
+            '(convert_hf_to_gguf.py of llama.cpp) and profile the file, or use `kind="stock"` and convert that'
         )
     return Source.of(path)
 
@@ -218,7 +218,7 @@ def _keep_stored(name: str, tensor: Tensor, data: Any, stored: Any, rows: Tensor
 
     values = torch.from_numpy(np.array(dequantize(data, stored), dtype=np.float32))
     if not bool(values.isfinite().all()):
-        raise ValueError(f"{name} does not fit in {stored.name}: use --gguf-type bf16")
+        raise ValueError(f'{name} does not fit in {stored.name}: use `gguf_type="bf16"`')
     tensor.copy_(values if rows is None else values[rows.argsort()])
 
 

@@ -32,7 +32,7 @@ class Folds:
     def __post_init__(self) -> None:
         if self.groups < 2:
             raise ValueError(
-                f"cross-validation needs at least 2 folds, got {self.groups} (--folds)"
+                f"cross-validation needs at least 2 folds, got {self.groups} (`folds`)"
             )
 
     @classmethod
@@ -53,8 +53,8 @@ class Folds:
         count = len(offsets)
         if count < 2:
             raise ValueError(
-                f"{count} window cannot be both fitted and held out: give more text (--tokens) or "
-                "shorter windows (--max-length)"
+                f"{count} window cannot be both fitted and held out: give more text (`tokens`) or "
+                "shorter windows (`length`)"
             )
         groups = min(groups, count)
         cells = min(count, groups * max(1, tokens // (groups * CELL)))
@@ -91,8 +91,8 @@ class Folds:
         filled = [g for g, size in enumerate(sizes) if size]
         if len(filled) < 2:
             raise ValueError(
-                f"all rows fall into one of {self.groups} folds: give more text (--tokens) or shorter "
-                "windows (--max-length)"
+                f"all rows fall into one of {self.groups} folds: give more text (`tokens`) or shorter "
+                "windows (`length`)"
             )
         return filled
 
@@ -131,7 +131,7 @@ def check_rows(count: int, length: int, columns: int, split: Split) -> None:
     raise ValueError(
         f"too little text: {count * length} tokens cannot determine {columns} columns held out; "
         f"{enough * length} tokens would do, about {max(30_000, 40 * columns)} to trust the result "
-        f"(--tokens, --text-file)"
+        f"(`tokens`)"
     )
 
 

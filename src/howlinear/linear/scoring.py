@@ -112,7 +112,7 @@ def cross_validate(groups: Sequence[Accumulator]) -> list[Score]:
     """The score of each group by the least-squares map of the others; groups without rows are left out."""
     filled = [group for group in groups if group.n]
     if len(filled) < 2:
-        raise ValueError("all rows fall into one fold: give more text (--tokens)")
+        raise ValueError("all rows fall into one fold: give more text")
     return [
         score(solve(merged([*filled[:i], *filled[i + 1 :]]))[0], held)
         for i, held in enumerate(filled)

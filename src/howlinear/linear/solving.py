@@ -49,8 +49,8 @@ def fit(moments: Any, y: Any = None, *, intercept: bool = True, ridge: float = 0
     columns = moments.d_in + intercept
     if ridge == 0 and moments.n < columns:
         raise ValueError(
-            f"{moments.n} rows cannot determine {columns} columns: at least {columns} tokens are "
-            f"needed to fit, about {40 * moments.d_in} to trust the result (--tokens)"
+            f"{moments.n} rows cannot determine {columns} columns: at least {columns} are "
+            f"needed to fit, about {40 * moments.d_in} to trust the result"
         )
     affine, _ = solve(moments, intercept=intercept, ridge=ridge)
     if affine.rank < moments.d_in:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from howlinear.losses.protocols import EMPTY, EvalProtocol, protocol_of, scored_batches
+from howlinear.losses.protocols import EMPTY, EvalProtocol, as_tokens, protocol_of, scored_batches
 from howlinear.losses.readout import Context, Readout, chunks
 from howlinear.models.forward import WindowsLike
 from howlinear.records.files import clean
@@ -272,6 +272,7 @@ def text_loss(
     `n_bytes` is how many utf-8 bytes the predicted tokens stand for. `progress` is called with the
     number of tokens of each batch done.
     """
+    ids = as_tokens(ids)
     protocol, sums = protocol_of(ids, protocol), torch.zeros(0, 2, dtype=torch.float64)
     every = _scored([Readout(model)], ids, protocol, Work(batch_size=batch_size), progress)
     for (logits,), targets, cluster in every:
@@ -309,7 +310,7 @@ def compare_all(
 
     Of several ranks each runs some of the batches; all get the result.
     """
-    work = work or Work()
+    work, ids = work or Work(), as_tokens(ids)
     protocol = protocol_of(ids, protocol)
     first = model if isinstance(model, Readout) else Readout(model)
     others = [Readout(c) if isinstance(c, nn.Module) else Readout(first.model, c) for c in changes]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from howlinear.models import cutting
 from howlinear.models.documents import Documents
-from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows
+from howlinear.models.forward import IDS, Batch, Windows, WindowsLike, as_stream, as_windows
 
 EMPTY = "the text is empty: there is no token to predict"
 
@@ -115,12 +115,19 @@ class ScoredBatch:
         return states[:, :-1][self.counted.to(states.device)]
 
 
+def as_tokens(ids: WindowsLike) -> Tensor | Windows:
+    """One stream of tokens (n,), or windows with all batches in memory: what can be read twice."""
+    stream = as_stream(ids)
+    return as_windows(ids).read() if stream is None else stream
+
+
 def protocol_of(ids: WindowsLike, protocol: EvalProtocol | str | None) -> EvalProtocol:
-    """The protocol passed; without one, windows (n, length) imply "windows-length"."""
-    if protocol is None and as_stream(ids) is None and (length := as_windows(ids).length):
-        protocol = f"windows-{length}"
+    """The protocol passed; without one, windows imply "windows-length", by the longest of them."""
+    if protocol is None and as_stream(ids) is not None:
+        raise ValueError("one stream of tokens needs a protocol, such as windows-128 or gptq-2048")
     if protocol is None:
-        raise ValueError("these tokens need a protocol, such as windows-128 or gptq-2048")
+        inputs = [batch.inputs for batch in as_windows(ids).batches()]
+        protocol = f"windows-{max((i[IDS].shape[1] for i in inputs if IDS in i), default=128)}"
     return EvalProtocol.parse(protocol) if isinstance(protocol, str) else protocol
 
 
@@ -165,7 +172,7 @@ def _from_stream(ids: Tensor, protocol: EvalProtocol, batch_size: int) -> Iterat
     if len(ids) < protocol.length:
         raise ValueError(
             f"the text has {len(ids)} tokens and one window takes {protocol.length} "
-            f"({protocol.name}): give more text (--text-file) or take shorter windows"
+            f"({protocol.name}): give more text or take shorter windows"
         )
     cuts = list(protocol.cut(len(ids)))
     full = ids.unfold(0, protocol.length, protocol.stride)
@@ -223,7 +230,7 @@ def held_out_tokens(
     `cutting.spread_windows`.
     """
     if not text.strip():
-        raise ValueError("the held-out text is empty: profile a longer text (--text-file)")
+        raise ValueError("the held-out text is empty: profile a longer text")
     length, stride = protocol.length, protocol.stride
     counted = protocol.counted
     windows = -(-tokens // min(counted, positions or counted))

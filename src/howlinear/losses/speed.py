@@ -341,8 +341,7 @@ def _check(model: nn.Module, settings: SpeedSettings) -> None:
     most = _config(model, "max_position_embeddings")
     if isinstance(most, int) and needs > most:
         raise ValueError(
-            f"{name} has {most} positions and {needs} are asked for: lower --max-length "
-            "or --new-tokens"
+            f"{name} has {most} positions and {needs} are asked for: lower `length` or `new_tokens`"
         )
 
 

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from howlinear.linear.rows import Rows
 from howlinear.losses.perplexity import Comparison, Loss, Reference, TokenScores, reference
-from howlinear.losses.protocols import EvalProtocol, ScoredBatch, protocol_of, scored_batches
+from howlinear.losses.protocols import (
+    EvalProtocol,
+    ScoredBatch,
+    as_tokens,
+    protocol_of,
+    scored_batches,
+)
 from howlinear.losses.readout import Readout, chunks
 from howlinear.models.families import Block, Replacement, block_at, blocks
 from howlinear.models.forward import Batch, WindowsLike, as_stream, as_windows, run_rows
@@ -122,7 +128,7 @@ def swap_costs(
             variants += [(block, fitted) for block in blocks(model, name)]
     variants.sort(key=lambda variant: variant[0].index)
     work = Work(batch_size=batch_size, progress=None if progress is None else lambda *_: progress)
-    return sweep(model, variants, windows, protocol=protocol, work=work).costs
+    return sweep(model, variants, as_tokens(windows), protocol=protocol, work=work).costs
 
 
 def _block_of(

@@ -37,7 +37,7 @@ def check(dtype: Any, device: Any = "cpu") -> None:
     if str(dtype) == "torch.bfloat16" and str(device) == "cpu" and crashes():
         raise ValueError(
             "bfloat16 products crash on this processor (illegal instruction): "
-            f"set {VARIABLE}={LIMIT} before Python starts, or use float32 (--dtype float32)"
+            f'set {VARIABLE}={LIMIT} before Python starts, or use `dtype="float32"`'
         )
 
 

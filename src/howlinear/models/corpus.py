@@ -73,7 +73,7 @@ def _wikitext() -> Text:
             return Text("WikiText-2 raw (built-in)", fit(), choose, report, SPLITS)
     raise ValueError(
         f"the built-in text WikiText-2 is not installed: run `{INSTALL_BUILTIN}`, "
-        "or bring a text with --text-file or --dataset"
+        "or bring another text (`text_file`, `dataset`)"
     )
 
 
@@ -144,7 +144,7 @@ def open_text(
 ) -> Text:
     """A built-in text by its name, a file (`-` is stdin) or a dataset; WikiText-2 without a name."""
     if source and dataset:
-        raise ValueError("two texts: give --text-file or --dataset, not both")
+        raise ValueError("two texts: give `text_file` or `dataset`, not both")
     if dataset:
         return dataset_text(dataset, config, split, column)
     source = source or "wikitext"
@@ -162,22 +162,22 @@ def text_file(path: str | Path) -> Text:
     name = "stdin" if str(path) == "-" else str(path)
     file = Path(path).expanduser()
     if name != "stdin" and not file.exists():
-        raise FileNotFoundError(
-            f"text file {name} does not exist: check the path after --text-file"
-        )
+        raise FileNotFoundError(f"text file {name} does not exist: check the path (`path`)")
     if name != "stdin" and file.is_dir():
-        raise ValueError(f"{name} is a folder: name a file in it with --text-file")
+        raise ValueError(f"{name} is a folder: name a file in it (`path`)")
     try:
         text = (sys.stdin.buffer.read() if name == "stdin" else file.read_bytes()).decode()
     except UnicodeDecodeError as err:
         cause = f"byte 0x{err.object[err.start]:02x} at offset {err.start}"
         raise ValueError(
-            f"{name} is not utf-8: {cause}; convert it, then pass it to --text-file again"
+            f"{name} is not utf-8: {cause}; convert it, then pass it again (`path`)"
         ) from None
     except OSError as err:
-        raise ValueError(f"{name} cannot be read ({one_line(err)}): check --text-file") from None
+        raise ValueError(
+            f"{name} cannot be read ({one_line(err)}): check the path (`path`)"
+        ) from None
     if not text.strip():
-        raise ValueError(f"{name} is empty: --text-file needs a file with text")
+        raise ValueError(f"{name} is empty: give a file with text (`path`)")
     return _one_text(name, Documents.found(text))
 
 
@@ -210,7 +210,7 @@ def dataset_text(
     except Exception as err:  # the hub, the builders and the file formats each have their own
         raise ValueError(
             f"dataset {id}, config {config}, split {split} cannot be loaded ({one_line(err)}): "
-            "check --dataset, --dataset-config and --split"
+            "check `id`, `config` and `split`"
         ) from err
     read = partial(_column, id=id, column=column, join=join or as_lines)
     fit = read(chosen)
@@ -262,13 +262,11 @@ def _column(
 ) -> Documents:
     if column not in data.column_names:
         names = ", ".join(data.column_names)
-        raise ValueError(
-            f"dataset {id} has no column {column}: set --text-column to one of {names}"
-        )
+        raise ValueError(f"dataset {id} has no column {column}: set `column` to one of {names}")
     rows = list(data[column])
     if odd := next((type(row).__name__ for row in rows if not isinstance(row, str)), None):
-        raise ValueError(f"dataset {id}: column {column} holds {odd}, not text: set --text-column")
+        raise ValueError(f"dataset {id}: column {column} holds {odd}, not text: set `column`")
     text = join(rows)
     if not text.strip():
-        raise ValueError(f"dataset {id}: column {column} is empty: set --text-column or --split")
+        raise ValueError(f"dataset {id}: column {column} is empty: set `column` or `split`")
     return text

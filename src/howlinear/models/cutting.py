@@ -63,6 +63,11 @@ def windows(
     return frame.cut(stream, range(0, count * frame.room, frame.room))
 
 
+def check_cut(tokenizer: Any, length: int, tokens: int, bos: str) -> None:
+    """Refuse, before a text is read, windows that cannot be cut."""
+    _Frame.of(tokenizer, length, bos).wanted(tokens)
+
+
 def spread_windows(
     text: Documents,
     tokenizer: Any,
@@ -150,9 +155,7 @@ class _Frame:
         frame = cls(length, *_surroundings(tokenizer, bos))
         if frame.room < 1:
             special = len(frame.before + frame.after)
-            raise ValueError(
-                f"--max-length {length} leaves no room beside {special} special tokens"
-            )
+            raise ValueError(f"`length` {length} leaves no room beside {special} special tokens")
         return frame
 
     @property
@@ -163,7 +166,7 @@ class _Frame:
         """How many windows so many tokens are."""
         if tokens is not None and tokens < self.length:
             raise ValueError(
-                f"--tokens {tokens} is less than one window: lower --max-length {self.length}"
+                f"`tokens` {tokens} is less than one window: lower `length` {self.length}"
             )
         return None if tokens is None else tokens // self.length
 
@@ -172,7 +175,7 @@ class _Frame:
         if available < self.room:
             raise ValueError(
                 f"the text has {available} tokens and one window takes {self.room}: "
-                "lower --max-length or give more text with --text-file"
+                "take shorter windows or give more text"
             )
         count = (available - self.room) // step + 1
         if tokens is not None and count < tokens // self.length:
@@ -223,7 +226,7 @@ def _encode_all(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 def _surroundings(tokenizer: Any, bos: str) -> tuple[list[int], list[int]]:
     """The special tokens before and after each window: those that the tokenizer adds to a short text."""
     if bos not in ("auto", "always", "never"):
-        raise ValueError(f"unknown bos {bos}: --bos takes auto, always or never")
+        raise ValueError(f"unknown bos {bos}: `bos` takes auto, always or never")
     if bos == "never":
         return [], []
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
@@ -232,7 +235,7 @@ def _surroundings(tokenizer: Any, bos: str) -> tuple[list[int], list[int]]:
     at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
     before, after = whole[:at], whole[at + len(plain) :]
     if bos == "always" and tokenizer.bos_token_id is None:
-        raise ValueError("this tokenizer has no BOS token: use --bos auto or --bos never")
+        raise ValueError('this tokenizer has no BOS token: use `bos="auto"` or `bos="never"`')
     if bos == "always" and before[:1] != [tokenizer.bos_token_id]:
         before = [tokenizer.bos_token_id, *before]
     return before, after

@@ -180,15 +180,21 @@ def blocks(model: nn.Module, at: BlockNames = None) -> list[Block]:
     if at is not None and not isinstance(at, str):
         return list(dict.fromkeys(b for name in one_by_one(at) for b in _named(model, name)))
     name = type(model).__name__
-    known, why = _from_table(model), ""
-    if not known:
-        known, why = _from_structure(model, *_text_part(model))
+    known, why = _known(model)
     if at is None or re.fullmatch(r"[\d,\-\s]*", at):
         if not known:
-            raise ValueError(f"no feed-forward blocks in {name}: {why}; name them: --blocks REGEX")
+            raise ValueError(
+                f"no feed-forward blocks in {name}: {why}; name them by a pattern of paths (`at`)"
+            )
         chosen = range(len(known)) if at is None else depth_indices(at, range(len(known)))
         return [known[i] for i in chosen]
     return _matching(model, at, known)
+
+
+def _known(model: nn.Module) -> tuple[list[Block], str]:
+    """Blocks of the text stack; why there are none."""
+    listed = _from_table(model)
+    return (listed, "") if listed else _from_structure(model, *_text_part(model))
 
 
 def by_block(model: nn.Module, values: Mapping[Any, T]) -> dict[Block, T]:
@@ -228,25 +234,30 @@ def _matching(model: nn.Module, pattern: str, known: list[Block]) -> list[Block]
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"--blocks {pattern!r} is not a regular expression: {error}") from None
+        raise ValueError(f"`at` {pattern!r} is not a regular expression: {error}") from None
     chosen = [b for b in known if wanted.search(b.path)]
     chosen = chosen or [b for b in left_out(model) if b.path == pattern or wanted.search(b.path)]
     chosen = chosen or _from_pattern(model, wanted)
     if not chosen:
         like = known[0].path if known else [path for path, _ in model.named_modules()][-1]
         raise ValueError(
-            f"--blocks {pattern!r} matches no block and no module's whole path in "
+            f"`at` {pattern!r} matches no block and no module's whole path in "
             f"{type(model).__name__}, where paths look like {like}"
         )
     return chosen
 
 
 def left_out(model: nn.Module) -> list[Block]:
-    """Blocks of a composite model outside its text stack, such as those of a vision tower."""
+    """Blocks of a composite model outside its text stack, such as those of a vision tower.
+
+    Their indices follow those of the text stack, so that both can be measured at once.
+    """
     config, modules = _text_part(model)
     inside = {path for path, _ in modules}
     others = [(path, module) for path, module in model.named_modules() if path not in inside]
-    return _from_structure(model, config, others)[0] if others else []
+    found = _from_structure(model, config, others)[0] if others else []
+    first = len(_known(model)[0]) if found else 0
+    return [replace(block, index=first + block.index) for block in found]
 
 
 def block_at(model: nn.Module, path: str) -> Block | None:
@@ -260,6 +271,13 @@ def block_at(model: nn.Module, path: str) -> Block | None:
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its language-model head: runs every block."""
     return getattr(model, "base_model", model)
+
+
+def towers(net: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a contrastive model, such as CLIP, that run alone, by the input that each reads."""
+    names = {"input_ids": "text_model", "pixel_values": "vision_model"}
+    contrastive = hasattr(net, "logit_scale")
+    return {key: part for key, name in names.items() if contrastive and (part := _find(net, name))}
 
 
 def call_options(net: nn.Module) -> dict[str, Any]:

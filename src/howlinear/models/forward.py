@@ -12,6 +12,7 @@
 | tensor, numpy array or lists of ids, (n, length) | n windows of token ids, cut into batches |
 | list or dataset column of windows, (length,) each | the same |
 | dict of tensors, BatchEncoding | model inputs of n windows, cut into batches |
+| list of dicts, one for each window | the same, if they are equally long |
 | list, generator or DataLoader of the above | batches, as they come |
 
 A batch of a DataLoader may be a tensor, a dict, a list of one tensor, or a pair (inputs, labels).
@@ -34,13 +35,13 @@ from torch import Tensor, nn
 from howlinear.linear.folds import CELL, Folds
 from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
-from howlinear.models.families import Block, backbone, blocks, call_options
+from howlinear.models.families import Block, backbone, blocks, call_options, towers
 from howlinear.models.hooks import evaluating, tap
 from howlinear.models.naming import BlockNames
 from howlinear.models.offload import check_weights, device_of
 from howlinear.run.work import Work
 
-IDS, DOCUMENT = "input_ids", "document"
+IDS, MASK, DOCUMENT = "input_ids", "attention_mask", "document"
 MOST_DOCUMENTS = 2**24  # sums are kept for each number up to the largest
 EXPECTED = "expected token ids (windows, length), a dict of model inputs, or batches of either"
 
@@ -84,10 +85,11 @@ class Windows:
 
     @property
     def all_ids(self) -> Tensor:
-        """The same; ValueError where windows come in batches, or with masks."""
-        if self.ids is None:
-            raise ValueError("this needs all windows at once: token ids (n, length)")
-        return self.ids
+        """(n, length), of batches too; ValueError for other inputs, and where windows are padded."""
+        inputs = self.read().inputs or {}
+        if set(inputs) - {"labels"} != {IDS}:
+            raise ValueError("expected token ids (n, length) without padding and other inputs")
+        return inputs[IDS]
 
     @property
     def tokens(self) -> int:
@@ -97,8 +99,21 @@ class Windows:
 
     @property
     def length(self) -> int | None:
-        """Tokens of a window, where `ids` is known."""
-        return None if self.ids is None else self.ids.shape[1]
+        """Tokens of a window, where all are in memory."""
+        return None if self.inputs is None or IDS not in self.inputs else self.inputs[IDS].shape[1]
+
+    def read(self) -> Windows:
+        """The same with all batches in memory, joined where their windows are equally long."""
+        if self.inputs is not None:
+            return self
+        parts = [_inputs(batch) for batch in self.source]
+        if not parts:
+            raise ValueError("the text is empty: there is no window to read")
+        whole = all(len({len(value) for value in part.values()}) == 1 for part in parts)
+        shapes = {tuple((n, part[n].shape[1:]) for n in sorted(part)) for part in parts}
+        if not whole or len(shapes) != 1:
+            return Windows(source=parts)
+        return as_windows({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def __len__(self) -> int:
         """How many windows are in memory."""
@@ -131,7 +146,7 @@ class Windows:
     def batches(self, batch_size: int = 8) -> Iterator[Batch]:
         """In order. `batch_size` is for windows in memory; others come in batches."""
         if batch_size < 1:
-            raise ValueError(f"batch size must be at least 1, got {batch_size} (--batch-size)")
+            raise ValueError(f"batch size must be at least 1, got {batch_size} (`batch_size`)")
         first = tokens = 0
         for number, inputs in enumerate(self._parts(batch_size)):
             document = inputs.pop(DOCUMENT, None)
@@ -170,21 +185,32 @@ def as_windows(windows: WindowsLike) -> Windows:
     inputs = _inputs(windows)
     if len({len(value) for value in inputs.values()}) > 1:
         return Windows(source=[inputs])  # image patches: not to be cut
-    document = inputs.pop(DOCUMENT, None)
+    document, mask = inputs.pop(DOCUMENT, None), inputs.get(MASK)
+    if mask is not None and IDS in inputs and mask.shape == inputs[IDS].shape and bool(mask.all()):
+        del inputs[MASK]  # nothing is padded: token ids alone
     return Windows(inputs, document=document)
 
 
 def as_stream(ids: WindowsLike) -> Tensor | None:
     """Token ids (n,) where one stream of them was passed, as tensor, numpy array or list."""
-    return _tensor(IDS, ids) if _is_window(ids) else None
+    return _tensor(IDS, ids) if _is_window(_unpacked(ids)) else None
 
 
 def _unpacked(value: Any) -> Any:
-    """A column of windows as a list: of a dataset, a data frame, or a numpy array of arrays."""
+    """A column of windows as a list: of a dataset, a data frame, or a numpy array of arrays.
+
+    Rows of a dataset, a dict for each window, become a dict of columns if all are equally long.
+    """
     of_objects = str(getattr(value, "dtype", "")) == "object"
     sequence = isinstance(value, Sequence) and not isinstance(value, list | tuple | str | bytes)
     if of_objects or (sequence and len(value) and _is_window(value[0])):
         return list(value)
+    if _is_list(value) and all(
+        isinstance(row, Mapping) and _is_window(row.get(IDS)) for row in value
+    ):
+        names, lengths = {tuple(row) for row in value}, {len(row[IDS]) for row in value}
+        if len(names) == len(lengths) == 1:
+            return {name: [row[name] for row in value] for name in value[0]}
     return value
 
 
@@ -288,7 +314,12 @@ class Forward:
             here["decoder_input_ids"] = here[IDS]
         # not inference mode: what a model in training caches, it must train with
         with torch.no_grad(), evaluating(self.model), suppress(StopForward):
-            return self.net(**here, **self.options)
+            return self._reader(here)(**here, **self.options)
+
+    def _reader(self, inputs: Mapping[str, Tensor]) -> nn.Module:
+        """The model; of one with several towers, the only one that has inputs."""
+        parts = [part for name, part in towers(self.net).items() if name in inputs]
+        return parts[0] if len(parts) == 1 else self.net
 
 
 def check_ids(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:

@@ -39,6 +39,7 @@ from howlinear.models.families import (
     blocks,
     by_block,
     one_block,
+    towers,
 )
 from howlinear.models.naming import BlockName, BlockNames
 
@@ -71,8 +72,8 @@ def tap(
     rows (image patches, audio frames, one decoding step) is ignored for that block.
 
     Layers that a backward pass runs again (gradient checkpointing) are not received again. A block
-    that runs twice in one forward (shared layers, chunked feed-forward) raises a RuntimeError. So
-    does a block that did not run in some forward, when the `with` ends without another error.
+    that runs twice in one forward (shared layers, chunked feed-forward) raises a RuntimeError. A
+    block that did not run in some forward raises a ValueError when the `with` ends.
     """
     hooks = _TapHooks(model, receive, blocks(model, at), {} if units is None else units)
     try:
@@ -108,7 +109,8 @@ class _TapHooks:
                 raise ValueError(f"{block} has no hidden units to tap")
 
     def attach(self) -> None:
-        for module in dict.fromkeys((self.model, backbone(self.model))):
+        net = backbone(self.model)
+        for module in dict.fromkeys((self.model, net, *towers(net).values())):
             self.handles += [
                 module.register_forward_pre_hook(self.start, with_kwargs=True),
                 module.register_forward_hook(self.finish, always_call=True),
@@ -215,7 +217,9 @@ class _TapHooks:
             )
         names = [f"{block.index} ({block.path})" for block in self.at if block in self.missing]
         if names:
-            raise RuntimeError(f"a forward ran without these blocks: {', '.join(names)}")
+            raise ValueError(
+                f"a forward ran without these blocks: {', '.join(names)}: do the inputs reach them?"
+            )
 
 
 def _unpadded(mask: Any) -> tuple[tuple[int, int], Tensor] | None:

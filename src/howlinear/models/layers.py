@@ -89,7 +89,7 @@ class Stack:
             if not torch.allclose(state.float(), plain, rtol=1e-3, atol=near):
                 raise ValueError(
                     f"layers of {type(self.model).__name__} pass more than hidden states to one "
-                    "another: run it without --layerwise"
+                    "another: run it without `layerwise`"
                 )
 
 
@@ -97,7 +97,7 @@ def layers_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], d
     """The model's layers, and in which of them each block is."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} has two stacks of layers: run it without --layerwise"
+            f"{type(model).__name__} has two stacks of layers: run it without `layerwise`"
         )
     lists: dict[str, dict[Block, int]] = {}  # by path: layer of each block
     for block in at:
@@ -110,7 +110,7 @@ def layers_of(model: nn.Module, at: Sequence[Block]) -> tuple[list[nn.Module], d
     if len(lists) != 1 or sum(map(len, lists.values())) != len(at):
         raise ValueError(
             f"the blocks of {type(model).__name__} are not in one list of layers: run it without "
-            "--layerwise"
+            "`layerwise`"
         )
     ((path, where),) = lists.items()
     layers: Any = model.get_submodule(path)

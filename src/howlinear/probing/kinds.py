@@ -47,11 +47,11 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         if unknown := [k for k in self.kinds if k not in PROBES]:
             known = ", ".join(KINDS)
-            raise ValueError(f"there is no probe {unknown[0]!r}: choose of {known} (--kind)")
+            raise ValueError(f"there is no probe {unknown[0]!r}: choose of {known} (`kinds`)")
         if self.solver not in SOLVERS:
-            raise ValueError(f"unknown solver {self.solver!r}: ours or paper (--solver)")
+            raise ValueError(f"unknown solver {self.solver!r}: ours or paper (`solver`)")
         if self.rank < 1 or self.seeds < 1:
-            raise ValueError("rank and seeds must be 1 at least (--rank, --seeds)")
+            raise ValueError("rank and seeds must be 1 at least (`rank`, `seeds`)")
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,7 +76,7 @@ def probe_units(
     top = max((step["k"] for step in steps[:-1]), default=0)
     if 2 * top < steps[-1]["k"]:
         columns = block.d_in + (steps[-1]["k"] + 1) // 2 + 1
-        record["note"] = f"more than {top} units need more rows: {ROWS_A_COLUMN * columns} (--rows)"
+        record["note"] = f"more than {top} units need more rows: {ROWS_A_COLUMN * columns}"
     return record, {f"{k} units": maps[k]} if k else {}
 
 

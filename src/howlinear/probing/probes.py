@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.linear.affine import Affine, UnitMap
-from howlinear.losses.protocols import protocol_of
+from howlinear.losses.protocols import as_tokens, protocol_of
 from howlinear.losses.readout import Readout
 from howlinear.losses.sweeps import sweep
 from howlinear.models import cutting
 from howlinear.models.families import Block, projection_shape
-from howlinear.models.forward import Windows, WindowsLike, as_windows
+from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.hooks import as_module, evaluating
 from howlinear.models.naming import BlockNames
 from howlinear.probing.kinds import (
@@ -77,7 +77,7 @@ def probe(
     run = Profile.load(folder)
     RunFolder(folder).check_addable("probe")
     at_blocks = [b for b, _ in match(model, run, at)]
-    texts = [_kept(as_windows(w)) for w in (fit, choose, report)]
+    texts = [as_windows(windows).read() for windows in (fit, choose, report)]
     sizes = dict(zip(("fit", "choose", "report"), map(count, texts), strict=True))
     predict, predicted, notes = _predicted(model, predict, settings)
     written = {"rows": sizes, "seed": settings.seed, **predicted}
@@ -170,6 +170,7 @@ def _predicted(
         Readout(model)
     except ValueError as reason:
         return None, none, [f"no perplexity: {reason}"]
+    predict = as_tokens(predict)
     name = protocol_of(predict, settings.protocol).name
     return predict, {"predicted": count(predict), "protocol": name}, []
 
@@ -264,11 +265,6 @@ def windows_of(
         for part, share in ((text.choose, 4), (text.report, 3))
     ]
     return [read, *held_out]
-
-
-def _kept(windows: Windows) -> Windows:
-    """The same windows, which can be read more than once."""
-    return windows if windows.repeatable else Windows(source=list(windows.source))
 
 
 def count(windows: WindowsLike) -> int:

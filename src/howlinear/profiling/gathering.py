@@ -91,7 +91,7 @@ def with_experts(model: nn.Module, at: Sequence[Block], experts: str | None) -> 
         return list(at)
     by_block = {m.block: [m.expert(key) for key in m.keys] for m in mixtures(model, at)}
     if not by_block:
-        raise ValueError(f"{type(model).__name__} has no mixtures of experts: drop --experts")
+        raise ValueError(f"{type(model).__name__} has no mixtures of experts: drop `experts`")
     return [b for block in at for b in (block, *by_block.get(block, ()))]
 
 

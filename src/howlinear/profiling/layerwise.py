@@ -37,7 +37,7 @@ def layer_by_layer(reading: Pass) -> Iterator[list[BlockStore]]:
         raise ValueError("the text is empty: there is no window to read")
     mine = [batch for batch in every if reading.course.mine(batch.number)]
     if any("input_ids" not in batch.inputs for batch in every):
-        raise ValueError("images and audio do not go layer by layer: run without --layerwise")
+        raise ValueError("images and audio do not go layer by layer: run without `layerwise`")
     where, last = stack.where, max(stack.where.values())
     beginning = Batch(-1, -1, reading.beginning(every[0]), [], 0)
     if not all(block.family in FAMILIES for block in reading.at):
@@ -83,7 +83,7 @@ class States:
         if about and about.get("asked") == self.request:  # else a profile of something else
             numbers: list[Any] = [about.get(name) for name in ("layer", "extras")]
             if any(type(n) is not int or n > 2**16 for n in numbers):
-                raise ValueError(f"{path} is damaged: pass --overwrite to start again")
+                raise ValueError(f"{path} is damaged: pass `overwrite=True` to start again")
             self.layer, self.extras = numbers
 
     def _path(self, layer: int, batch: Batch) -> Path:
@@ -97,7 +97,7 @@ class States:
         try:
             return read_tensors(path, kind="states")["states"].clone()  # aligned: the same rounding
         except ValueError:
-            raise ValueError(f"{path} is damaged: pass --overwrite to start again") from None
+            raise ValueError(f"{path} is damaged: pass `overwrite=True` to start again") from None
 
     def write(self, batch: Batch, states: Tensor) -> None:
         """Write what enters the next layer."""

@@ -140,7 +140,7 @@ def merge_runs(
     if len(heads) < 2:
         raise ValueError("one run has nothing to be added to: name two or more")
     if any(out.resolve() == h.folder.resolve() for h in heads):
-        raise ValueError(f"{out} is one of the runs: name another folder with -o")
+        raise ValueError(f"{out} is one of the runs: name another folder with `out`")
     if not overwrite:
         RunFolder(out).check_unmeasured()
     check_addable(heads)

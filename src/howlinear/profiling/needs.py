@@ -9,6 +9,7 @@ and files are exact; activations and the work of solving are estimates.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
 from howlinear.models.families import Block, backbone, projection_shape
 from howlinear.models.layers import layers_of
+from howlinear.models.offload import like
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
 from howlinear.run import room
@@ -74,6 +76,16 @@ class Needs:
     def to_dict(self) -> dict[str, Any]:
         totals = {"memory": self.memory, "disk": self.disk, "multiply_adds": self.multiply_adds}
         return {"kind": "cost", **totals, **self.__dict__}
+
+    def seconds(self, model: nn.Module) -> float:
+        """About: from the time of one matrix product where the model runs, in its dtype."""
+        a, b = (like(model).new_ones(n, 1024) for n in (256, 1024))
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            float((a @ b.T)[0, 0])  # waits for the device
+            times.append(time.perf_counter() - began)
+        return self.multiply_adds * min(times) / (a.numel() * len(b))
 
 
 def profile_needs(

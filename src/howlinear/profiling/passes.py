@@ -53,18 +53,18 @@ class Course(Work):
         super().__post_init__()
         part, parts = self.shard
         if not 0 <= part < parts:
-            raise ValueError(f"there is no part {part} of {parts} (--shard I/N, from 0)")
+            raise ValueError(f"there is no part {part} of {parts} (`shard`, from 0)")
         if self.together is not None and self.together < 1:
             raise ValueError(f"blocks are measured at least one at a time, not {self.together}")
         if self.precision not in PRECISIONS:
             expected = ", ".join(PRECISIONS)
             raise ValueError(
-                f"unknown precision {self.precision!r}, expected one of {expected} (--precision)"
+                f"unknown precision {self.precision!r}, expected one of {expected} (`precision`)"
             )
         if self.solver not in SOLVERS:
             expected = ", ".join(SOLVERS)
             raise ValueError(
-                f"unknown solver {self.solver!r}, expected one of {expected} (--solver)"
+                f"unknown solver {self.solver!r}, expected one of {expected} (`solver`)"
             )
 
     def in_shard(self, number: int) -> bool:

@@ -66,7 +66,7 @@ class Profile(Result):
         if unread := self.settings.get("left_out"):
             notes.append(
                 f"{unread['count']} feed-forward blocks outside the text stack are not measured, "
-                f"such as {unread['path']}: choose them by their path (--blocks REGEX)"
+                f"such as {unread['path']}: name them by their paths to measure them"
             )
         if exact := self.settings.get("float64_blocks"):
             which = ", ".join(map(str, exact))
@@ -87,13 +87,13 @@ class Profile(Result):
         if read is not None and folds is not None and read < folds:
             notes.append(
                 f"the text read has {read} documents for {folds} folds: ± covers what varies within "
-                "them, and is too small for other documents; give more tokens (--tokens)"
+                "them, and is too small for other documents; give more tokens"
             )
         thin = min(b.rows_per_column for b in self.blocks)
         if thin < 20:
             notes.append(
                 f"only {thin:.1f} rows a column: held-out R2 is low by about (1 - R2) / {thin:.0f}, "
-                "give more tokens (--tokens)"
+                "give more tokens"
             )
         return notes
 
@@ -242,7 +242,7 @@ def profile(
 def _unread(model: nn.Module, at: Sequence[Block]) -> dict[str, Any]:
     """How many blocks of other stacks are not measured, and the path of one; {} if there are none."""
     others = left_out(model)
-    if not others or at[0].path in [b.path for b in others]:
+    if not others or {b.path for b in at} & {b.path for b in others}:
         return {}
     return {"left_out": {"count": len(others), "path": others[0].path}}
 

@@ -125,7 +125,7 @@ def _fewest_rows(store: BlockStore, held: list[int]) -> int:
     if n_fit <= block.d_in:
         raise ValueError(
             f"too little text: block {block.index} ({block.path}) has {n_fit} rows to fit "
-            f"{block.d_in} columns; about {40 * block.d_in} tokens are needed (--tokens)"
+            f"{block.d_in} columns; about {40 * block.d_in} tokens are needed (`tokens`)"
         )
     return n_fit
 
@@ -169,7 +169,7 @@ def measure_expert(store: BlockStore, split: Split, tokens: int) -> Measured:
     scores = [f.name for f in fields(BlockExpert) if f.name not in record]
     if sum(size > 0 for size in sizes) < 2 or fit < ENOUGH * d:
         wanted = math.ceil(tokens * ENOUGH * d / fit) if fit else 0
-        more = f"about {wanted} tokens would do (--tokens)" if wanted else "hardly a token came"
+        more = f"about {wanted} tokens would do" if wanted else "hardly a token came"
         record["problem"] = f"{fit} rows to fit {d} columns, fewer than {ENOUGH} each: {more}"
         return Measured(BlockExpert(**(record | dict.fromkeys(scores))))
     measured = measure(store, split)

@@ -62,15 +62,12 @@ def residuals(
     """The squared error of a block's map at each token, with the tokens.
 
     `fitted` is a map, such as `result.maps[3]`. Without one, each half of the windows (even, odd) is
-    scored with the map of the other half, which needs windows that can be read twice.
+    scored with the map of the other half, and batches that come one by one are kept in memory.
     """
     place, text, work = one_block(model, block), as_windows(windows), Work(batch_size=batch_size)
     maps = [fitted, fitted] if fitted is not None else []
     if not maps:
-        if not text.repeatable:
-            raise ValueError(
-                "these windows can be read only once: give a tensor, or a map (fitted=)"
-            )
+        text = text.read()
         halves = [Moments(place.d_in, place.d_out) for _ in range(2)]
 
         def add(batch: Batch, _: Block, rows: Rows) -> None:

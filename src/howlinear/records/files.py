@@ -65,7 +65,7 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
 
 def _absent(path: Path, kind: str) -> str:
     if kind == "plan":
-        return f"{path} does not exist: name a plan.json that howlinear compress wrote (--plan)"
+        return f"{path} does not exist: name a plan.json that howlinear compress wrote (`plan`)"
     if not path.parent.is_dir():
         return f"{path.parent} does not exist: name a run folder that howlinear profile wrote"
     return f"{path.parent} is not a run folder of howlinear profile: it has no {path.name}"
@@ -141,12 +141,12 @@ def check_writable(path: str | Path, way_out: str = "") -> None:
 def check_file(path: Path) -> None:
     """Refuse, before the work, a file named with -o that cannot be written."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file with -o")
+        raise ValueError(f"{path} is a folder: name a file with `out`")
     if not path.parent.is_dir():
         raise ValueError(
-            f"there is no folder {path.parent}: make it, or name another place with -o"
+            f"there is no folder {path.parent}: make it, or name another place with `out`"
         )
-    check_writable(path, "name another place with -o")
+    check_writable(path, "name another place with `out`")
 
 
 @contextlib.contextmanager

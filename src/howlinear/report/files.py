@@ -52,8 +52,8 @@ def write_figures(figures: Iterable[Figure], folder: str | Path) -> list[Path]:
 def check_folder(folder: Path) -> None:
     """Refuse a folder that figures cannot be written to."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder with --figures")
-    check_writable(folder / "figures", "name another folder with --figures")
+        raise ValueError(f"{folder} is a file: name a folder with `figures`")
+    check_writable(folder / "figures", "name another folder with `figures`")
 
 
 def drawings(figure: Figure) -> dict[str, Canvas]:

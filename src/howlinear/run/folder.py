@@ -172,7 +172,7 @@ class RunFolder:
         if difference := model_difference(self.read(kind)["model"], now):
             raise ValueError(
                 f"{self.folder} was made with another model: {difference}: profile again, in "
-                "another folder (-o) or with --overwrite"
+                "another folder (`out`) or with `overwrite=True`"
             )
 
     def check_text(self, fingerprint: str, name: str, kind: str = "profile") -> None:
@@ -180,7 +180,7 @@ class RunFolder:
         if self.read(kind)["corpus"]["fingerprint"] != fingerprint:
             raise ValueError(
                 f"{name} is not the text of {self.folder}, or has changed since: profile again, in "
-                "another folder (-o) or with --overwrite"
+                "another folder (`out`) or with `overwrite=True`"
             )
 
     def check_same_weights(self, kind: str) -> dict[str, Any]:
@@ -225,8 +225,8 @@ class RunFolder:
         """
         out = self.folder
         if out.exists() and not out.is_dir():
-            raise ValueError(f"{out} is a file: name a folder with -o")
-        check_writable(self.path("profile"), "name another folder with -o")
+            raise ValueError(f"{out} is a file: name a folder with `out`")
+        check_writable(self.path("profile"), "name another folder with `out`")
         if self.has("progress"):
             try:
                 self.check_resumable(self.read("progress").get("asked"), asked)
@@ -240,20 +240,22 @@ class RunFolder:
         left = [p for p in out.iterdir() if not _is_trace(p)] if out.exists() else []
         if left and not self.holds(asked):
             raise ValueError(
-                f"{out} is not empty: name another folder with -o, or pass --overwrite"
+                f"{out} is not empty: name another folder with `out`, or pass `overwrite=True`"
             )
 
     def check_resumable(self, before: Any, asked: Mapping[str, Any]) -> None:
         """Refuse to resume an interrupted profile that was asked for something else; name it."""
         if not isinstance(before, dict):
-            raise ValueError(f"{self.path('progress')} is damaged: pass --overwrite to start again")
+            raise ValueError(
+                f"{self.path('progress')} is damaged: pass `overwrite=True` to start again"
+            )
         now = clean(asked)
         for name in now:
             if before.get(name) != now[name]:
                 raise ValueError(
                     f"{self.folder} holds an unfinished profile with another {name} "
                     f"({before.get(name)}, now {now[name]}): ask for the same to go on, or pass "
-                    "--overwrite to start again"
+                    "`overwrite=True` to start again"
                 )
 
     def check_unmeasured(self) -> None:

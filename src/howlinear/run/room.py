@@ -1,7 +1,7 @@
 """Memory and disk that are free, and refusing work that would not fit, before it starts.
 
-    check_memory(needed, "moments need", "lower --folds")
-    check_disk(needed, "the run needs", folder, "name another place with -o")
+    check_memory(needed, "moments need", "lower `folds`")
+    check_disk(needed, "the run needs", folder, "name another place with `out`")
 
 Estimates of what is needed stand beside the code that needs it. No torch here.
 """

@@ -182,7 +182,7 @@ class Work:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ValueError(f"batch size must be at least 1, got {self.batch_size} (--batch-size)")
+            raise ValueError(f"batch size must be at least 1, got {self.batch_size} (`batch_size`)")
 
     def begin(self, label: str, tokens: int = 0) -> Advance:
         """Announce a step; the function to call with tokens done."""

@@ -87,16 +87,16 @@ def measure_expert_swaps(
 def chosen(experts: list[BlockExpert], which: str) -> list[BlockExpert]:
     """The experts of a run that `which` names and that have a map."""
     if not experts:
-        raise ValueError("the run measured no experts: profile with --experts")
+        raise ValueError("the run measured no experts: profile with `experts`")
     selected: list[BlockExpert] = []
     for part in map(str.strip, which.split(",")):
         if part != "all" and not re.fullmatch(r"\d+(\.\w+)?", part):
             raise ValueError(
-                f"--experts {part!r}: write all, a block (3) or an expert (3.17, 3.shared)"
+                f"`experts` {part!r}: write all, a block (3) or an expert (3.17, 3.shared)"
             )
         named = [e for e in experts if part in ("all", str(e.index), f"{e.index}.{e.expert}")]
         if not named:
-            raise ValueError(f"--experts {part}: the run measured no such expert")
+            raise ValueError(f"`experts` {part}: the run measured no such expert")
         mapped = [e for e in named if e.problem is None]
         if not mapped:
             first = named[0]

@@ -66,7 +66,7 @@ class RunMaps:
     ) -> None:
         if weighting not in WEIGHTINGS:
             expected = ", ".join(WEIGHTINGS)
-            raise ValueError(f"unknown weighting {weighting!r}, expected {expected} (--weighting)")
+            raise ValueError(f"unknown weighting {weighting!r}, expected {expected} (`weighting`)")
         self.model, self.folder, self.run, self.weighting = model, folder, run, weighting
         self.like = next(model.parameters()).detach()
         self.records = {p.index: p for p in run.blocks}
@@ -149,7 +149,7 @@ def weighted_moments(
         elif rows.inverse_stream is None:
             raise ValueError(
                 f"block {block.index} ({block.path}): the residual stream of this family is not "
-                "known: use --weighting output or body"
+                'known: use `weighting="output"` or body'
             )
         else:
             weight = rows.inverse_stream

@@ -12,6 +12,7 @@ at after 8, 16, 32, ... windows and after the last one. A tally is kept in swap.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from howlinear.losses.sweeps import SwapCost, Sweeper, Together, Variant
 from howlinear.models.families import Block
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.records.files import clean
+from howlinear.records.words import duration
 
 FIRST_LOOK = 8  # windows; fewer have too few degrees of freedom for any verdict
 K = TypeVar("K", bound=Hashable)
@@ -101,7 +103,7 @@ class Rounds:
 
         `tallies` are what earlier rounds gave. The variants with the fewest windows go first.
         """
-        known = dict(tallies)
+        known, seconds, scored = dict(tallies), 0.0, 0
         while open_ones := [
             key
             for key in variants
@@ -111,20 +113,26 @@ class Rounds:
             start = min(begun.values())
             end = min([next_look(start), len(self), *(n for n in begun.values() if n > start)])
             keys = [key for key, n in begun.items() if n == start]
-            for key, cost in zip(keys, self._run(variants, keys, start, end), strict=True):
+            label = f"{self.label}, windows {start + 1} to {end}"
+            if scored:
+                most = sum(len(self) - n for n in begun.values()) * seconds / scored
+                label += f", {duration(most)} left at most"
+            began = time.perf_counter()
+            costs = self._run([variants[key] for key in keys], start, end, label)
+            seconds += time.perf_counter() - began
+            scored += len(keys) * (end - start)
+            for key, cost in zip(keys, costs, strict=True):
                 new = Tally(end - start, cost)
                 known[key] = known[key].plus(end - start, cost) if key in known else new
             after_round(known)
         return known
 
     def _run(
-        self, variants: Mapping[K, Variant | Together], keys: list[K], start: int, end: int
+        self, variants: list[Variant | Together], start: int, end: int, label: str
     ) -> list[SwapCost]:
         part = {name: value[start:end] for name, value in self.inputs.items()}
-        chosen = [variants[key] for key in keys]
         options: dict[str, Any] = {"protocol": self.protocol, "positions": self.positions}
-        label = f"{self.label}, windows {start + 1} to {end}"
-        return self.sweeper.run(chosen, part, first=start, label=label, **options)
+        return self.sweeper.run(variants, part, first=start, label=label, **options)
 
 
 def next_look(windows: int) -> int:

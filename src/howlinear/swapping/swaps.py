@@ -67,9 +67,9 @@ class SwapOptions:
 
     def __post_init__(self) -> None:
         if self.units != "auto" and self.units not in UNITS:
-            raise ValueError(f"units is {self.units!r}, expected auto, 0, 1, 2 or 4 (--units)")
+            raise ValueError(f"units is {self.units!r}, expected auto, 0, 1, 2 or 4 (`units`)")
         if len(self.together) == 1:
-            raise ValueError(f"one block alone, {self.together[0]}: name several (--together)")
+            raise ValueError(f"one block alone, {self.together[0]}: name several (`together`)")
 
 
 DEFAULTS = SwapOptions()
@@ -324,7 +324,7 @@ class _Measurement:
             if not together and tallies[self.joint].windows == len(self.windows):
                 self.notes.append(
                     f"blocks {sorted(self.paired)} together have fewer windows than alone: the same "
-                    "--tokens as before compare them"
+                    "tokens as before compare them"
                 )
         return Swaps(
             records,
