@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, BatchEncoding
 
 import howlinear as hl
 import tiny
+from howlinear.profiling.needs import profile_needs
 
 IDS = torch.randint(tiny.VOCABULARY, (48, 32), generator=torch.Generator().manual_seed(0))
 
@@ -198,6 +199,7 @@ def test_every_tower_of_clip():
     (note,) = (n for n in alone.notes if "outside" in n)
     assert note.startswith("3 feed-forward blocks outside the text stack are not measured")
     assert torch.allclose(alone.maps[0].weight, both.maps[0].weight, atol=1e-6)
+    assert profile_needs(model, hl.blocks(model), windows=48, length=12).forward > 0
     images = hl.residuals(model, {"pixel_values": inputs["pixel_values"]}, every[2])
     assert len(images.error) == 48 * 17
     with pytest.raises(ValueError, match=r"without these blocks: 2 .*do the inputs reach them"):
