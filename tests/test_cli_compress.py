@@ -66,7 +66,7 @@ def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_p
         assert "Traceback" not in done.stderr
 
 
-def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_path):
+def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_path, reloaded_here):
     dense = (little / "model" / "model.safetensors").stat().st_size
     out, wanted = tmp_path / "small", int(0.96 * dense)
     squeezed("-o", out, "--target-size", wanted)
@@ -75,7 +75,7 @@ def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_pat
         (["--target-size", "small"], "is not a size"),
         (["--speedup", "0.9"], "above 1"),
         (["--speedup", "1.1", "--remove-params", "5%"], "exclude each other"),
-        (["--speedup", "1.1", "--export", "narrow"], "--export hf"),
+        (["--target-size", "1MB", "--export", "gguf"], "--remove-params"),
     ):
         done = here("compress", copied, "--dry-run", *flags)
         assert done.returncode == 2
@@ -103,7 +103,9 @@ def test_baselines_are_in_the_table(squeezed):
         assert method in done.stdout
 
 
-def test_maps_are_healed_and_the_result_says_from_what_to_what(squeezed, copied, tmp_path):
+def test_maps_are_healed_and_the_result_says_from_what_to_what(
+    squeezed, copied, tmp_path, reloaded_here
+):
     out = tmp_path / "small"
     done = squeezed("-o", out, "--remove-params", "60%", "--heal", 2)
     told = " ".join(done.stdout.split())
@@ -124,9 +126,47 @@ def test_a_folder_that_holds_something_is_left_alone(copied, complaint, tmp_path
 
 def test_an_export_that_cannot_be_is_told_before_the_work(copied, complaint, tmp_path):
     out = tmp_path / "out"
-    told = complaint("compress", copied, "-o", out, "--blocks", "1", "--export", "narrow")
-    assert "--export hf" in told
+    for export, way in (("nemotron-nas", "--export stock"), ("gguf", "convert_hf_to_gguf.py")):
+        told = complaint("compress", copied, "-o", out, "--remove-params", "9%", "--export", export)
+        assert way in told
     assert not out.exists()
+
+
+def test_a_stock_model_is_smaller_by_what_the_plan_says_to_the_byte(
+    squeezed, copied, little, tmp_path, reloaded_here
+):
+    out = tmp_path / "small"
+    done = squeezed("-o", out, "--export", "stock", "--remove-params", "20%")
+    assert done.stderr.index("vLLM on CPUs has no") < done.stderr.index("fitting options")
+    record = json.loads((out / "compress.json").read_text())
+    assert record["removed"] >= 0.2 * record["feed_forward"]
+    exported = record["exported"]
+    saved = 4 * record["removed"]  # the model is in float32
+    assert exported["bytes_before"] - exported["tensor_bytes"] == saved
+    assert f"{saved:,} bytes less of weights" in " ".join(done.stdout.split())
+    headers = []
+    for folder in (little / "model", out):
+        with (folder / "model.safetensors").open("rb") as file:
+            headers.append(8 + int.from_bytes(file.read(8), "little"))
+    files = [(f / "model.safetensors").stat().st_size for f in (little / "model", out)]
+    assert files[0] - files[1] == saved + headers[0] - headers[1]
+    model, _ = load(out)  # without remote code
+    assert model.config.intermediate_size == len(record["blocks"][0]["units"]) == 32
+    card = (out / "README.md").read_text()
+    for line in ("`vllm serve .`", "`llama-server -m model.gguf`", 'from_pretrained(".")'):
+        assert line in card
+
+
+def test_a_budget_that_cannot_be_met_ends_with_1_and_the_nearest_plan(here, copied, tmp_path):
+    out = tmp_path / "small"
+    args = ("--tokens", 512, "-o", out, "--remove-params", "99%", "--export", "stock")
+    done = here("compress", copied, *args)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("howlinear: 99.0% of the feed-forward parameters")
+    assert "3 of 3 blocks replaced" in done.stdout
+    assert not out.exists()
+    assert json.loads((copied / "compress.json").read_text())["unmet"] in last
 
 
 def test_bench_prints_both_models(little, here):

@@ -14,7 +14,7 @@ from howlinear.compression.plan import Budget
 from howlinear.compression.prices import Losses
 from howlinear.compression.targets import FORMATS
 from howlinear.export.install import install_maps
-from howlinear.export.narrow import narrowed
+from howlinear.export.stock import with_one_width
 from howlinear.export.widths import widen
 from howlinear.losses.perplexity import compare
 from howlinear.models import loading
@@ -125,12 +125,23 @@ def test_more_budget_removes_more(run, by_perplexity):
     assert by_perplexity[1].removed < squeezed(run, Budget(perplexity=1.0))[1].removed
 
 
-def test_a_budget_that_buys_nothing_is_told(run):
-    with pytest.raises(ValueError, match=r"no block can be replaced for 0\.0% more") as error:
-        squeezed(run, Budget(perplexity=1e-9))
-    assert "raise `perplexity`" in str(error.value)
-    with pytest.raises(ValueError, match=r"99\.5% of the feed-forward parameters cannot go"):
-        squeezed(run, Budget(parameters=0.995))
+@pytest.mark.parametrize("target", ["hf", "stock"])
+def test_a_budget_that_cannot_be_met_gives_the_nearest_plan(run, target):
+    _, tight = squeezed(run, Budget(perplexity=1e-9), target=target)
+    assert tight.unmet.startswith("no plan costs less than 0.0% more perplexity")
+    assert tight.change.delta_nll > 1e-9
+    assert 0 < tight.removed < 0.3 * tight.feed_forward
+    _, small = squeezed(run, Budget(parameters=0.995), target=target, heal=2, curve=[0.1])
+    assert small.unmet.startswith("99.5% of the feed-forward parameters cannot go")
+    assert f"removes {small.removed / small.feed_forward:.1%}" in small.unmet
+    assert small.to_dict()["unmet"] == small.unmet
+    assert not small.healed
+    assert len(small.curve) == 1
+
+
+def test_a_budget_that_is_met_says_nothing(by_share, by_perplexity):
+    assert not by_share[1].unmet
+    assert not by_perplexity[1].unmet
 
 
 def test_baselines_stand_beside_it(run):
@@ -216,18 +227,37 @@ def test_models_that_predict_nothing_take_named_blocks(tmp_path):
         compress_model(model, tmp_path, Budget(perplexity=0.05), **TEXTS)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama-bias"])
-def test_an_even_plan_counts_what_the_narrow_file_saves(tmp_path, family):
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_a_stock_plan_has_one_width_and_counts_what_the_file_saves(tmp_path, family):
     model = sharpened(family)
     profile(model, FIT, batch_size=50).save(tmp_path)
-    settings = CompressSettings(target="narrow")
+    settings = CompressSettings(target="stock")
     result = compress_model(model, tmp_path, Budget(parameters=0.3), **TEXTS, settings=settings)
-    small, _ = narrowed(model, result.maps)
+    small = with_one_width(model, result.maps)
     counts = [sum(p.numel() for p in m.parameters()) for m in (model, small)]
     assert result.removed == counts[0] - counts[1] >= 0.3 * result.feed_forward
     assert sum(b.parameters - b.parameters_left for b in result.blocks) == result.removed
-    one = compress_model(model, tmp_path, **TEXTS, at="0", settings=settings)
-    assert one.removed == 0  # block 1 stays and keeps its width
+    ((rank, kept),) = {(b.rank, len(b.units)) for b in result.blocks}
+    assert rank == 0
+    assert kept == 32 if family == "gpt2" else kept == 16  # of 64 and 40
+    assert bool(result.notes) == (family == "qwen2")  # without biases
+    again = compress_model(model, tmp_path, plan=result.plan, **TEXTS, settings=settings)
+    assert again.removed == result.removed
+
+
+def test_plans_that_a_stock_model_cannot_hold_are_refused(run, tmp_path):
+    paths = [f"model.layers.{i}.mlp" for i in range(3)]
+    for wrong, why in (
+        ({"at": "0"}, "one width: replace all 3 blocks"),
+        ({"plan": [BlockPlan(i, p, 0, 8 + i) for i, p in enumerate(paths)]}, "one width"),
+        ({"plan": [BlockPlan(i, p, 2, 8) for i, p in enumerate(paths)]}, "holds no matrix"),
+        ({"budget": Budget(parameters=0.3), "rank": "full"}, "leave out --rank"),
+    ):
+        with pytest.raises(ValueError, match=rf'{why}.* use `kind="hf"`'):
+            squeezed(run, target="stock", **wrong)
+    profile(sharpened("llama"), FIT, at="0-1", batch_size=50).save(tmp_path)
+    with pytest.raises(ValueError, match=r"not measured block 2 .*profile all blocks"):
+        squeezed(tmp_path, Budget(parameters=0.3), target="stock")
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

@@ -122,7 +122,7 @@ def test_the_card_escapes_names_and_its_code_runs(tmp_path, monkeypatch):
     ("kind", "says", "says_not"),
     [
         ("hf", "trust_remote_code=True", "plain transformers"),
-        ("narrow", "plain transformers", "trust_remote_code"),
+        ("stock", "vllm serve .", "trust_remote_code"),
         ("nemotron-nas", "vllm serve", "AutoModel"),
     ],
 )

@@ -6,12 +6,16 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from howlinear import blocks, load, swapped
+from howlinear.compression.refitting import Refitter
 from howlinear.compression.targets import GGUF
 from howlinear.export import write as export_write
+from howlinear.export.gguf_family import check_family_file, write_family
 from howlinear.export.gguf_read import check_file, read_back
-from howlinear.export.gguf_write import Source, check_exportable, tensor_bytes, write_gguf
+from howlinear.export.gguf_write import Source, tensor_bytes, write_gguf
+from howlinear.export.stock import with_one_width
 from howlinear.export.widths import widen
 from howlinear.linear.affine import Affine, Factored, UnitMap
 from howlinear.models.units import taken
@@ -144,15 +148,16 @@ def test_the_whole_way(model, packed, tmp_path):
 
 
 def test_what_cannot_be_written_is_known_beforehand(model, packed, tmp_path):
-    check_exportable(model, packed)
-    with pytest.raises(ValueError, match=r'no \.gguf file.*or use `kind="nemotron-nas"` or hf'):
-        check_exportable(model, "org/name")
+    export_write.check_exportable(model, "gguf", packed)
+    with pytest.raises(ValueError, match=r'no \.gguf file.*or use `kind="stock"` and convert that'):
+        export_write.check_exportable(model, "gguf", "org/name")
+    assert export_write.plan_target(model, "gguf", packed) == "gguf"
     model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ValueError, match="rotary positions are scaled"):
-        check_exportable(model, packed)
-    model.config.attention_bias = True
-    with pytest.raises(ValueError, match='as gguf: its attention has biases; use `kind="hf"`'):
-        check_exportable(model, packed)
+    assert export_write.plan_target(model, "gguf", packed) == "stock"
+    with torch.no_grad():  # weights that are not those of the file
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match=r'blk\.0\.ffn_up.* is not the projection.*`kind="stock"`'):
+        export_write.check_exportable(model, "gguf", packed)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -174,6 +179,89 @@ def test_a_changed_byte_is_noticed(part, model, packed, tmp_path):
         check_file(path, model, Source.of(packed), {"input_ids": IDS})
 
 
+# --------------------------------------------------------------------------- other families
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A tiny qwen2 in a file of its own architecture, in float32: its attention has biases."""
+    import gguf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=260, tie_word_embeddings=True, **sizes, **heads)
+    net = Qwen2ForCausalLM(config).eval()
+    for parameter in net.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("qwen") / "qwen.gguf"
+    llama = Source.of(write_source(path.with_name("llama.gguf"), tiny_llama()))
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for key, entry in llama.fields.items():
+        if key not in ("general.architecture", "llama.feed_forward_length"):
+            writer.add_key_value(key.replace("llama.", "qwen2."), *entry)
+    writer.add_feed_forward_length(64)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
+    for name, tensor in net.state_dict().items():
+        if name != "lm_head.weight":
+            there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            writer.add_tensor(there, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# relative to a weight's standard deviation: half a unit in the last place; of q8_0, the largest of 32
+# (3 deviations) / 127 / sqrt(12)
+ROUNDING = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 3 / 440, "source": 2**-20}
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_another_family_keeps_its_architecture(kind, qwen, tmp_path):
+    net = load(str(qwen))[0]
+    export_write.check_exportable(net, "gguf", qwen)
+    assert export_write.plan_target(net, "gguf", qwen) == "stock"
+    maps = Refitter(net, blocks(net), IDS, intercept=False).refit(
+        dict.fromkeys(blocks(net), (0, 32))
+    )
+    with swapped(net, maps):
+        want = logits(net)
+    assert (logits(net) - want).norm() > 0.1 * want.norm()  # a real change
+    result, out = compression(net, maps, change=False), tmp_path / "out"
+    export_write.write_export(net, None, result, out, "gguf", qwen, IDS[:2], gguf_type=kind)
+    file, before = Source.of(out / "model.gguf"), Source.of(qwen)
+    assert file.architecture == "qwen2"
+    assert file.fields["qwen2.feed_forward_length"].value == 32
+    assert file.tensors.keys() == before.tensors.keys()
+    for key, entry in before.fields.items():
+        if key not in ("qwen2.feed_forward_length", "general.file_type"):
+            assert file.fields[key] == entry
+    got = logits(read_back(out / "model.gguf"))
+    # 9 products in a row, each wrong by the rounding of its weights; 3 standard deviations
+    assert (got - want).norm() <= 3 * 9**0.5 * ROUNDING[kind] * want.norm()
+    exported = result.exported
+    removed = 2 * 3 * 32 * 32  # of two blocks: half of 64 units, three vectors of 32 each
+    assert result.parameters - exported["parameters"] == removed
+    each = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, "source": 4}[kind]
+    assert exported["bytes_before"] - exported["tensor_bytes"] == removed * each
+
+
+def test_a_changed_byte_of_another_family_is_noticed(qwen, tmp_path):
+    net = load(str(qwen))[0]
+    maps = Refitter(net, blocks(net), IDS, intercept=False).refit(
+        dict.fromkeys(blocks(net), (0, 32))
+    )
+    small, path = with_one_width(net, maps), tmp_path / "model.gguf"
+    write_family(small, path, "f16", Source.of(qwen))
+    check_family_file(path, small, Source.of(qwen))
+    with torch.no_grad():
+        small.model.layers[1].mlp.down_proj.weight[3, 4] += 0.01
+    with pytest.raises(ValueError, match=r"blk\.1\.ffn_down\.weight is not what the model has"):
+        check_family_file(path, small, Source.of(qwen))
+
+
 # ---------------------------------------------------------------------------------- llama.cpp
 
 
@@ -188,7 +276,7 @@ def test_llama_cpp_computes_the_same(model, packed, tmp_path):
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     with LlamaCpp.start(path, length=len(ids)) as engine:
-        answers = engine.log_probabilities(ids)
+        answers = engine.score(ids)
     assert [i for i, answer in enumerate(answers) if answer is None] == [4]
     known = [i for i in range(len(answers)) if i != 4]
     ours = [float(want[i, ids[i + 1]]) for i in known]

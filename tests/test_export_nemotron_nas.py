@@ -198,7 +198,7 @@ def test_other_widths_are_refused(width, tmp_path):
 def test_what_is_no_llama_is_refused(name, settings, reason, tmp_path):
     model = made(name, **settings)
     for refused in (lambda: save(model, {}, tmp_path / "out"), lambda: check_exportable(model)):
-        with pytest.raises(ValueError, match=rf'{reason}; use `kind="hf"`'):
+        with pytest.raises(ValueError, match=rf'{reason}; use `kind="stock"` or hf'):
             refused()
     assert not (tmp_path / "out").exists()
 

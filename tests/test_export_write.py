@@ -11,8 +11,9 @@ from howlinear.compression.compress import Compression
 from howlinear.compression.plan import from_dict
 from howlinear.export import write as export_write
 from howlinear.export.nemotron_nas import read_back
-from howlinear.linear.affine import Factored
+from howlinear.linear.affine import Factored, UnitMap
 from howlinear.losses.perplexity import compare, text_loss
+from howlinear.models.units import taken
 from howlinear.records.fields import BlockCompression
 from howlinear.records.files import read_json
 from test_export_nemotron_nas import SIZES
@@ -29,6 +30,16 @@ def maps_of(model, bias=True):
         b: Affine(torch.randn(b.d_out, b.d_in, generator=g) / 8, torch.ones(b.d_out) * bias, b.d_in)
         for b in blocks(model)[:-1]
     }
+
+
+def units_of(model):
+    """Eight hidden units of each block, in the place of all."""
+    maps = {}
+    for block in blocks(model):
+        constant = Factored(torch.zeros(0, block.d_in), torch.zeros(block.d_out, 0), torch.ones(16))
+        write = torch.full((block.d_out, 8), 0.3)
+        maps[block] = UnitMap(constant, tuple(range(8)), write, taken(model, block, range(8)))
+    return maps
 
 
 def compression(model, maps, change=True):
@@ -76,7 +87,7 @@ def unverified(monkeypatch):
 
 KINDS = {
     "hf": ("llama", {}, lambda folder: load(str(folder), trust_remote_code=True)[0]),
-    "narrow": ("gpt2", {}, lambda folder: load(str(folder))[0]),
+    "stock": ("gpt2", {}, lambda folder: load(str(folder))[0]),
     "nemotron-nas": ("llama", SIZES, lambda folder: read_back(folder).float()),
 }
 
@@ -87,7 +98,7 @@ def test_the_whole_way(kind, tmp_path, request):
         request.getfixturevalue("unverified" if kind == "hf" else "reloaded_here")
     name, settings, loaded_from = KINDS[kind]
     model = made(name, **settings)
-    result = compression(model, maps_of(model))
+    result = compression(model, units_of(model) if kind == "stock" else maps_of(model))
     write(model, result, tmp_path / "out", kind)
     folder, told = tmp_path / "out", result.exported
     assert [p.name for p in tmp_path.iterdir() if p.name != "modules"] == ["out"]
@@ -107,12 +118,15 @@ def test_the_whole_way(kind, tmp_path, request):
     assert len(from_dict(read_json(folder / "plan.json", "plan"))) == len(result.maps)
     if kind == "hf":
         assert told["parameters"] == result.parameters - result.removed
-    elif kind == "narrow":
-        assert "which was not replaced" in told["notes"][0]
-    assert_card(folder, result)
+    elif kind == "stock":
+        few = "vLLM on CPUs has no attention for heads of 4: use --export gguf and llama.cpp there"
+        assert told["notes"] == ["hidden units of each block: 8", few]
+    assert told["tensor_bytes"] == 2 * told["parameters"]
+    assert told["bytes_before"] == 2 * result.parameters
+    assert_card(folder, result, total=len(blocks(loaded)))
 
 
-def assert_card(folder, result):
+def assert_card(folder, result, total):
     text, told = (folder / "README.md").read_text(), result.exported
     measured = f"{told['perplexity']:.3f} ± {told['perplexity_se']:.3f}"
     assert f"| perplexity | {result.change.original.perplexity:.3f} ± " in text
@@ -120,7 +134,7 @@ def assert_card(folder, result):
     assert "windows of 16, first token not predicted; 90 tokens of a\\|b test" in text
     assert f"| parameters | {result.parameters:,} | {told['parameters']:,} |" in text
     assert "something \\*worth\\* knowing" in text
-    assert f"{len(result.maps)} of the {len(result.maps) + 1} feed-forward blocks" in text
+    assert f"{len(result.maps)} of the {total} feed-forward blocks" in text
     for b in result.blocks:
         assert (
             f"| {b.index} {b.path} | a matrix | {b.parameters_left:,} | {b.parameters:,} |" in text
@@ -182,8 +196,8 @@ def test_an_interrupt_leaves_nothing(moment, tmp_path, monkeypatch):
 
 
 REFUSED = {
-    "narrow": ("llama", "gates of llama have no biases"),
-    "nemotron-nas": ("qwen2", "no llama and no mistral"),
+    "stock": ("bloom", "no setting for the width.*use --export hf"),
+    "nemotron-nas": ("qwen2", "no llama and no mistral.*use --export stock or hf"),
 }
 
 
@@ -204,9 +218,15 @@ def test_a_refusal_writes_nothing_and_leaves_the_model(kind, tmp_path):
 
 def test_each_kind_is_checked_by_its_own_rules():
     export_write.check_exportable(made("qwen2"), "hf")
-    export_write.check_exportable(made("gpt2"), "narrow")
-    export_write.check_exportable(made("llama"), "narrow", add_biases=True)
+    export_write.check_exportable(made("qwen2"), "stock")
     export_write.check_exportable(made("llama", **SIZES), "nemotron-nas")
+
+
+def test_limits_of_engines_are_known_beforehand():
+    (limit,) = export_write.engine_limits(made("qwen3"), "stock")
+    assert "heads of 8: use --export gguf" in limit
+    assert export_write.engine_limits(made("qwen3", head_dim=64), "stock") == []
+    assert export_write.engine_limits(made("qwen3"), "hf") == []
 
 
 def test_other_windows_than_those_of_the_change_are_refused(tmp_path):
@@ -225,6 +245,6 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 def test_nothing_is_printed(tmp_path, unverified, capfd):
     model = made("gpt2")
-    write(model, compression(model, maps_of(model)), tmp_path / "out", "narrow")
+    write(model, compression(model, units_of(model)), tmp_path / "out", "stock")
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")

@@ -130,7 +130,8 @@ MISTAKES = {
     "compress run --dry-run --plan twice.json": "names block 0 twice",
     "compress run --dry-run --plan few.json": "the plan has no blocks",
     "compress run -o notes --blocks 1": "notes is not empty",
-    "compress run -o new --blocks 1 --export narrow": "--export hf",
+    "compress run -o new --blocks 1 --export stock": "replace all 3 blocks",
+    "compress run --dry-run --export stock --rank full": "leave out --rank, or use --export hf",
     "compress run -o new --export onnx": "'onnx' is not one of",
     "compress run --dry-run --tokens 1": "'--tokens'",
     # controls
@@ -163,7 +164,7 @@ MISTAKES = {
 NEED_WEIGHTS = (
     "profile hollow", "profile narrow", "profile damaged", "swap mapless", "swap run --model wide",
     "swap run --eval gptq", f"profile model {TEXT} --tokens 16 ", "bench model --against nowhere",
-    "compress run -o new --blocks 1 --export narrow",
+    "compress run -o new --blocks 1 --export stock", "compress run --dry-run --export stock --rank",
 )  # fmt: skip
 
 

@@ -89,12 +89,17 @@ def test_a_blocks_own_steps_come_in_order(table):
     assert all(s.saved > 0 for s in path)
 
 
-def test_an_even_path_narrows_all_blocks_together():
-    options = [option(0, 10, 1.0), option(0, 30, 2.0), option(1, 20, 3.0), option(1, 40, 9.0)]
+def test_an_even_path_keeps_as_many_units_in_all_blocks():
+    costs = {96: (1.0, 3.0), 64: (2.0, 9.0), 32: (4.0,)}  # by hidden units, of block 0 and 1
+    options = [
+        Option(i, 0, units, 128 - units, cost)
+        for units, each in costs.items()
+        for i, cost in enumerate(each)
+    ]
     path = even_descent(options)
-    assert [(s.saved, s.cost) for s in path] == [(40, 5.0), (20, 6.0)]  # 20 each, then 30 each
-    assert [o.saved for o in path[0].options] == [30, 20]
-    assert after(path, 1)[0].saved == 30
+    assert [(s.saved, s.cost) for s in path] == [(64, 4.0), (64, 7.0)]
+    assert {o.units for o in after(path, 1).values()} == {96}
+    assert totals(after(path, 2)) == (128, 11.0)
     assert even_descent([]) == []
 
 
@@ -147,10 +152,12 @@ def test_a_search_ends_with_the_last_plan_that_the_budget_allows(prices, real, w
 
     search.trial, search.shapes_after = trial, lambda path, steps: range(steps)
     if wanted is None:
-        with pytest.raises(ValueError, match="no block can be replaced"):
-            search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
+        found = search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
+        assert "no plan costs less than 5.1%" in search.unmet
+        assert found.steps == 1  # the cheapest that was tried
     else:
         found = search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
         assert found.steps >= wanted
         assert found.nats <= 0.05
+        assert not search.unmet
     assert len(tried) <= 5

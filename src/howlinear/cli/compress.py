@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
-from typer import Option
+from typer import Exit, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import progress_bars, say, show
@@ -41,14 +41,13 @@ KeepUnits = Annotated[
     str, Option(help="Hidden units that each replaced block keeps: auto or a number.")
 ]
 Export = Annotated[
-    Literal["hf", "narrow", "nemotron-nas", "gguf"],
-    Option(help="Kind of checkpoint. narrow, nemotron-nas, gguf: for engines without remote code."),
+    Literal["hf", "stock", "nemotron-nas", "gguf"],
+    Option(help="Kind of checkpoint. stock, nemotron-nas, gguf: for engines without remote code."),
 ]
 GgufType = Annotated[
     Literal["f16", "bf16", "q8_0", "source"],
     Option(help="With gguf: type of matrices. source: unchanged ones keep the source's bytes."),
 ]
-AddBiases = Annotated[bool, Option("--add-biases", help="With narrow: enable the family's biases.")]
 Tokens = Annotated[int, Option(help="Tokens to choose by; as many others to report on.", min=256)]
 Curve = Annotated[
     str | None,
@@ -85,7 +84,6 @@ def compress(
     rank: Rank = "auto",
     keep_units: KeepUnits = "auto",
     export: Export = "hf",
-    add_biases: AddBiases = False,
     gguf_type: GgufType = "f16",
     tokens: Tokens = 4096,
     curve: Curve = None,
@@ -98,42 +96,43 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    from howlinear.export.write import check_exportable, write_export
+    from howlinear.export.write import write_export
     from howlinear.run.work import Ranks
 
     source = RunSource(run, model, text_file)
     goals = _goals(target_size, speedup, export)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
-    settings = _settings(rank, keep_units, curve, export)
+    settings = _settings(rank, keep_units, curve)
     source.check_blocks(blocks)
     others = source.other_texts(also_fit or [])
     source.folder.check_addable("plan", "compress")
-    _check_out(out, dry_run)
+    exported = _checked_out(out, dry_run)
     ranks = Ranks.start()
     net = source.load(Loader(device, trust_remote_code, allow_pickle))
-    exported = None if dry_run else out
     _set_goal(amount, source, target_size, speedup)
-    if exported is not None or export in ("gguf", "nemotron-nas"):  # their plans need a Llama
-        check_exportable(net, export, add_biases, source.model)
-    _check_disk(net, exported)
+    settings["target"] = _target(net, export, source.model, exported)
     amount["settings"] = settings | {"baselines": baselines, "heal": heal}
     result, report = _compressed(source, others, tokens, amount, ranks)
 
     def write() -> None:
         source.folder.add(result.plan_dict())
         source.folder.add(result.to_dict())
-        if exported is not None:
+        if exported is not None and not result.unmet:
             say(f"writing {exported}")
-            where = (exported, export, source.model, report, add_biases, gguf_type)
-            write_export(net, source.tokenizer, result, *where)
+            of = (export, source.model, report, gguf_type)
+            write_export(net, source.tokenizer, result, exported, *of)
             source.folder.add(result.to_dict())
 
-    show(result, show_compression, exported or run / "compress.json", as_json, write)
+    where = exported if exported is not None and not result.unmet else run / "compress.json"
+    show(result, show_compression, where, as_json, write)
     ranks.stop()
+    if result.unmet:
+        say(f"howlinear: {result.unmet}")
+        raise Exit(1)
 
 
-def _check_out(out: Path | None, dry_run: bool) -> None:
-    """Refuse a folder that cannot be written to, or none."""
+def _checked_out(out: Path | None, dry_run: bool) -> Path | None:
+    """The folder to write, if any; one that cannot be written to, or none without --dry-run, is refused."""
     from howlinear.export.write import check_free
 
     if out is not None:
@@ -141,14 +140,27 @@ def _check_out(out: Path | None, dry_run: bool) -> None:
         check_writable(out / "config.json", "name another folder with -o")
     elif not dry_run:
         raise ValueError("no folder for the smaller model: name one with -o, or pass --dry-run")
+    return None if dry_run else out
 
 
-def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
+def _target(net: Any, export: str, model: str | None, out: Path | None) -> str:
+    """What the plan counts for; refused, before fitting, what cannot be exported or does not fit on the disk."""
+    from howlinear.export.write import check_exportable, engine_limits, plan_target
+
+    if out is not None or export != "hf":  # a plan for hf needs no model that can be written
+        check_exportable(net, export, model)
+    for limit in engine_limits(net, export):
+        say(limit)
+    _check_disk(net, out)
+    return plan_target(net, export, model)
+
+
+def _settings(rank: str, keep_units: str, curve: str | None) -> dict[str, Any]:
     """Fields of `CompressSettings`."""
     shares = [flags.share_of(part, "--curve", most=1) for part in curve.split(",")] if curve else ()
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
-    return {"curve": shares, "rank": matrix_rank, "units": units, "target": export}
+    return {"curve": shares, "rank": matrix_rank, "units": units}
 
 
 def _goals(target_size: str | None, speedup: float | None, export: str) -> dict[str, Any]:
@@ -157,9 +169,10 @@ def _goals(target_size: str | None, speedup: float | None, export: str) -> dict[
         flags.bytes_of(target_size, "--target-size")
     if speedup is not None and not speedup > 1:
         raise ValueError(f"--speedup {speedup:g} is no gain: write a number above 1, such as 1.2")
-    if export != "hf" and (target_size is not None or speedup is not None):
-        name = "--target-size" if target_size is not None else "--speedup"
-        raise ValueError(f"{name} counts what --export hf stores: use --remove-params here")
+    if export == "gguf" and target_size is not None:
+        raise ValueError(
+            "--target-size counts the source's dtype, not GGUF types: use --remove-params"
+        )
     return {"--target-size": target_size, "--speedup": speedup}
 
 
@@ -369,6 +382,9 @@ def _show_export(console: Console, exported: dict[str, Any]) -> None:
     again = "loaded again in a new process" if exported.get("kind") != "gguf" else "read again"
     before = exported.get("bytes_before")  # not in results of earlier versions
     instead = "" if before is None else f" instead of {before / 1e6:.1f}"
+    if tensors := exported.get("tensor_bytes"):
+        fewer = before - tensors
+        instead += f", {abs(fewer):,} bytes {'less' if fewer >= 0 else 'more'} of weights"
     kind = "the source's types" if exported["dtype"] == "source" else exported["dtype"]
     write(
         console,

@@ -11,7 +11,7 @@ path of options the budget reaches; the third is read once, at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from howlinear.compression.plan import to_dict as plan_file
 from howlinear.compression.prices import Losses, Sizes, price_options, shape_of, shapes_of_named
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.compression.search import Search, Trial
+from howlinear.compression.targets import INSTEAD
 from howlinear.linear.affine import Map, UnitMap
 from howlinear.losses.perplexity import Comparison
 from howlinear.losses.protocols import EvalProtocol, as_tokens
@@ -50,7 +51,9 @@ class CompressSettings:
     intercept: bool = True  # may maps have biases?
     curve: Sequence[float] = ()  # shares of the feed-forward parameters to measure at, too
     baselines: bool = False  # measure the baselines beside ours
-    target: str = "hf"  # kind of export: a plan counts the parameters that it stores
+    target: str = (
+        "hf"  # kind of export: a plan counts the parameters that it stores; "stock": one width
+    )
     heal: int = 0  # steps of training all maps at once, after the plan
     protocol: EvalProtocol | str | None = None
 
@@ -92,6 +95,7 @@ class Compression(Result):
     exported: dict[str, Any] = field(default_factory=dict)  # what `export` wrote, if anything
     texts: list[dict[str, Any]] = field(default_factory=list)  # if several were fitted on
     healed: dict[str, Any] = field(default_factory=dict)  # how the maps were trained, if asked for
+    unmet: str = ""  # why the budget could not be met: the plan is the nearest to it
 
     def plan_dict(self) -> dict[str, Any]:
         """`plan.json`: the replaced blocks, for `--plan`."""
@@ -101,6 +105,7 @@ class Compression(Result):
         """The fields of `compress.json`."""
         return "compress", {
             "settings": self.settings,
+            "unmet": self.unmet or None,
             "parameters": self.parameters,
             "feed_forward": self.feed_forward,
             "removed": self.parameters - self.exported["parameters"]
@@ -142,14 +147,16 @@ def compress_model(
 
     With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity
     may rise by 5 %. Maps are fitted on the windows `fit`, chosen by `choose` and measured on `report`.
-    A budget of perplexity is kept before healing.
+    A budget of perplexity is kept before healing. Where no plan meets the budget, the result is the
+    nearest plan and `unmet` says why.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()
     every = [b for b, _ in match(model, run, None)]
     ids = as_windows(fit).all_ids
-    fitter = Refitter(model, every, ids, intercept=settings.intercept, work=work)
     sizes = Sizes(model, every, settings.target)
+    settings = _even(settings, sizes) if sizes.even else settings
+    fitter = Refitter(model, every, ids, intercept=settings.intercept, work=work)
     losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
     if settings.heal:
         _check_healable(losses, ids, sizes.total)
@@ -157,6 +164,8 @@ def compress_model(
     named = None if at is None else [b for b, _ in match(model, run, at)]
     maps = RunMaps(model, Path(folder), run)
     best, options, path = _choose(search, maps, budget, plan, named, settings)
+    if search.unmet:
+        settings = replace(settings, curve=(), baselines=False, heal=0)
     points = _ours(search, best, path, settings.curve)
     healed = _healed(losses, best.maps, ids, settings.heal, RunFolder(folder).healing)
     if healed.record.get("kept"):
@@ -176,12 +185,30 @@ def compress_model(
             "protocol": losses.protocol.name,
             "fit_tokens": ids.numel(),
             "budget": asdict(budget) if plan is None and at is None else None,
-            **{name: getattr(settings, name) for name in ("rank", "units", "intercept")},
-            **({"heal": settings.heal} if settings.heal else {}),
+            **_recorded(settings),
         },
         notes=_notes(search, best),
         healed=healed.record,
+        unmet=search.unmet,
     )
+
+
+def _recorded(settings: CompressSettings) -> dict[str, Any]:
+    """What `compress.json` records of the settings."""
+    names = ("rank", "units", "intercept", *(("heal",) if settings.heal else ()))
+    return {name: getattr(settings, name) for name in names}
+
+
+def _even(settings: CompressSettings, sizes: Sizes) -> CompressSettings:
+    """For one width: hidden units alone, and biases only where the family has them."""
+    if sizes.others:
+        raise ValueError(
+            f"a stock model has one width, and the run has not measured {sizes.others[0]}: profile all "
+            'blocks, or use `kind="hf"`'
+        )
+    if settings.rank not in ("auto", 0):
+        raise ValueError(f"a stock block holds no matrix: leave out `rank`, or {INSTEAD}")
+    return replace(settings, rank=0, intercept=settings.intercept and sizes.biases)
 
 
 def change_on(
@@ -222,11 +249,15 @@ def _choose(
     settings: CompressSettings,
 ) -> tuple[Trial, list[Option], list[Step]]:
     """What replaces each block: by the plan, of the named blocks, or the best within the budget."""
-    if plan is not None:
-        return search.trial(_shapes_of_plan(plan, search.sizes)), [], []
     fitter, sizes, wanted = search.fitter, search.sizes, (settings.rank, settings.units)
-    if named is not None:
-        return search.trial(shapes_of_named(fitter, sizes, maps, named, *wanted)), [], []
+    if plan is not None or named is not None:
+        if plan is not None:
+            shapes = _shapes_of_plan(plan, sizes)
+        else:
+            shapes = shapes_of_named(fitter, sizes, maps, named or (), *wanted)
+        if sizes.even:
+            sizes.check_even(shapes)
+        return search.trial(shapes), [], []
     options = price_options(fitter, sizes, search.losses, *wanted)
     path = even_descent(options) if sizes.even else descent(options)
     return search.within(path, budget), options, path
@@ -283,6 +314,8 @@ def _notes(search: Search, best: Trial) -> list[str]:
         return [f"no perplexity: {search.losses.reason}"]
     if search.fitter.intercept:
         return []
+    if search.sizes.even:
+        return ["fitted without intercepts: the last projections of this family have no biases"]
     # the same shapes fitted with biases, for comparison
     other = search.trial(best.shapes, intercept=True)
     assert best.change is not None

@@ -10,7 +10,7 @@ the real cost of a plan and moves along the path.
 Only options on the lower convex hull over (saved, cost) of a block are used. The edges of all hulls in
 order of their slope are the path: the greedy solution of the knapsack problem, optimal at each step.
 
-A stock model has one width for all blocks (`narrow`): there each step makes every block narrower.
+A stock model has one width for all blocks: there each step narrows every block (`even_descent`).
 """
 
 from __future__ import annotations
@@ -94,21 +94,17 @@ def descent(options: Iterable[Option]) -> list[Step]:
 
 
 def even_descent(options: Iterable[Option]) -> list[Step]:
-    """Steps of all blocks together: each block saves as much as the one that saves least."""
-    by_block: dict[int, list[Option]] = {}
+    """Steps of all blocks together, the widest first: all keep the same number of hidden units."""
+    by_units: dict[int, list[Option]] = {}
     for option in options:
-        by_block.setdefault(option.index, []).append(option)
-    levels, count = {o.saved for each in by_block.values() for o in each}, len(by_block)
-    chosen: dict[int, tuple[Option, ...]] = {}  # by what all save together
-    for level in levels:
-        fitting = [[o for o in each if o.saved >= level] for each in by_block.values()]
-        if all(fitting):
-            chosen[count * level] = tuple(min(f, key=lambda o: o.cost) for f in fitting)
-    sums = (Option(0, 0, 0, total, sum(o.cost for o in each)) for total, each in chosen.items())
+        by_units.setdefault(option.units, []).append(option)
+    count = max(map(len, by_units.values()), default=0)
+    widths = [k for k, each in by_units.items() if len(each) == count]
     steps, saved, cost = [], 0, 0.0
-    for whole in hull(sums):
-        steps.append(Step(chosen[whole.saved], whole.saved - saved, whole.cost - cost))
-        saved, cost = whole.saved, whole.cost
+    for k in sorted(widths, reverse=True):
+        total, price = sum(o.saved for o in by_units[k]), sum(o.cost for o in by_units[k])
+        steps.append(Step(tuple(by_units[k]), total - saved, price - cost))
+        saved, cost = total, price
     return steps
 
 

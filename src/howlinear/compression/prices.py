@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howlinear.compression.plan import Option, expected
 from howlinear.compression.refitting import Refitter, Shape
-from howlinear.compression.targets import FORMATS
+from howlinear.compression.targets import FORMATS, INSTEAD, STOCK, is_stock_width
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.gradients import WINDOWS
 from howlinear.linear.unit_selection import GROUP
@@ -49,12 +49,13 @@ SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few,
 class Sizes:
     """Parameters and hidden units of blocks, and what maps in their place save in a kind of export.
 
-    In `narrow` all blocks are as wide as the widest (`even`). In a format of `targets` each map is
-    stored as stock hidden units; where all blocks get biases, these add up to `added`.
+    A stock model has one width (`even`): all blocks keep the same number of hidden units, and biases only
+    where the family has them. In a format of `targets` each map is stored as stock hidden units; where all
+    blocks get biases, these add up to `added`.
     """
 
     def __init__(self, model: nn.Module, at: Sequence[Block], target: str = "hf") -> None:
-        self.even, self.form = target == "narrow", FORMATS.get(target)
+        self.even, self.form = target == STOCK, FORMATS.get(target)
         self.others = [b for b in blocks(model) if b not in at]
         modules = {b: as_module(model, b) for b in at}
         every = model.named_parameters(remove_duplicate=False)
@@ -67,6 +68,7 @@ class Sizes:
             for b in at
             if self.hidden[b]
         }
+        self.biases = all(has_bias(model, b) for b in at)  # of the last projections
         self.total = sum(self.parameters.values())
         stored = [*at, *self.others] if self.form else []
         self.added = sum(self._added(b, hidden_count(model, b)) for b in stored)
@@ -75,22 +77,27 @@ class Sizes:
         return self.form.added(block.d_out, hidden) if self.form else 0
 
     def saved(self, block: Block, shape: Shape) -> int:
-        """Parameters that a map of this shape saves; if `even`, where no block is wider."""
+        """Parameters that a map of this shape saves."""
         rank, k = shape
         if self.form:
             full = min(block.d_in, block.d_out)
             stored = self.form.parameters(block.d_in, full if rank is None else min(rank, full), k)
             return self.parameters[block] + self._added(block, self.hidden[block]) - stored
         if self.even:
-            return (self.hidden[block] - self._width(block, shape)) * self.unit.get(block, 0)
+            return (self.hidden[block] - k) * self.unit.get(block, 0)
         matrix = block.d_in * block.d_out if rank is None else rank * (block.d_in + block.d_out)
         return self.parameters[block] - matrix - block.d_out - k * self.unit.get(block, 0)
 
-    def _width(self, block: Block, shape: Shape) -> int:
-        """Stock hidden units that compute a map: one for each rank if gated, two if not."""
-        projections = (self.unit[block] - block.d_out) // block.d_in if block in self.unit else 1
-        rank, full = shape[0], min(block.d_in, block.d_out)
-        return shape[1] + (full if rank is None else min(rank, full)) * (1 + (projections == 1))
+    def check_even(self, shapes: Mapping[Block, Shape]) -> None:
+        """Refuse what a stock model, with one width for all blocks, cannot hold."""
+        if any(rank != 0 for rank, _ in shapes.values()):
+            raise ValueError(f"a stock block holds no matrix: plan rank 0 for all, or {INSTEAD}")
+        units = {k for _, k in shapes.values()}
+        if len(shapes) < len(self.parameters) or len(units) > 1 or 0 in units:
+            raise ValueError(
+                f"a stock model has one width: replace all {len(self.parameters)} blocks and keep the same "
+                f"number of hidden units in each (a budget of `parameters` finds it), or {INSTEAD}"
+            )
 
     def saved_by(self, maps: Mapping[Block, Map]) -> dict[Block, int]:
         """Parameters that each block saves when these maps replace their blocks."""
@@ -99,12 +106,9 @@ class Sizes:
                 b: self.saved(b, shape_of(m)) - self._added(b, self.hidden[b])
                 for b, m in maps.items()
             }
-        if not self.even:
-            return {b: self.parameters[b] - m.parameters for b, m in maps.items()}
-        if self.others or len(maps) < len(self.parameters):
-            return dict.fromkeys(maps, 0)  # a block that stays keeps the others as wide
-        units = [self.hidden[b] - self._width(b, shape_of(m)) for b, m in maps.items()]
-        return {b: min(units) * self.unit.get(b, 0) for b in maps}
+        if self.even:
+            return {b: self.saved(b, shape_of(m)) for b, m in maps.items()}
+        return {b: self.parameters[b] - m.parameters for b, m in maps.items()}
 
     def removed(self, maps: Mapping[Block, Map]) -> int:
         """Parameters that go when these maps replace their blocks."""
@@ -200,7 +204,7 @@ def price_options(
     ranks = {
         b: {sizes.units_near(b, share): _ranks(b, rank) for share in BESIDE}
         for b in fitter.at
-        if sizes.hidden[b]
+        if sizes.hidden[b] and rank != 0
     }
     maps = fitter.survey(shapes, ranks)
     variants = [(b, fitted) for b in fitter.at for fitted in maps[b]]
@@ -212,7 +216,7 @@ def price_options(
         points = [(rests[shape], cost) for shape, cost in priced.items() if shape in rests]
         by_shape = {shape: expected(points, rest) for shape, rest in rests.items()} | priced
         for (r, k), cost in by_shape.items():
-            saved = 0 if sizes.even and sizes.others else sizes.saved(b, (r, k))
+            saved = sizes.saved(b, (r, k))
             if saved > 0 and _allowed(b, (r, k), sizes, rank, units):
                 options.append(Option(b.index, r, k, saved, cost))
     return losses.work.ranks.share(options)  # all ranks must follow one plan
@@ -224,7 +228,7 @@ def _priced_shapes(block: Block, sizes: Sizes, rank: int | str, units: int | str
     if units != "auto":
         k = sizes.at_most(block, int(units))
         return [(None, k), (0, k)] if rank == "auto" else [(full_or(rank), k)]
-    matrix: list[Shape] = [(None, sizes.units_near(block, 0.0))]
+    matrix: list[Shape] = [] if rank == 0 else [(None, sizes.units_near(block, 0.0))]
     return matrix + [(0, sizes.units_near(block, share)) for share in ALONE]
 
 
@@ -241,7 +245,15 @@ def _allowed(block: Block, shape: Shape, sizes: Sizes, rank: int | str, units: i
         return False
     if units != "auto":
         return k == sizes.at_most(block, int(units))
+    if sizes.even:
+        return is_stock_width(k, sizes.hidden[block])
     return r == 0 or k >= sizes.at_most(block, SINKS)
+
+
+def has_bias(model: nn.Module, block: Block) -> bool:
+    """Does the last projection of a block have a bias?"""
+    down = model.get_submodule(block.down) if block.down else None
+    return getattr(down, "bias", None) is not None
 
 
 def shape_of(fitted: Map) -> Shape:

@@ -38,6 +38,7 @@ class Search:
 
     def __init__(self, fitter: Refitter, sizes: Sizes, losses: Losses) -> None:
         self.fitter, self.sizes, self.losses = fitter, sizes, losses
+        self.unmet = ""  # why `within` could not meet the budget
         self.by_index = {b.index: b for b in fitter.at}
 
     def trial(self, shapes: dict[Block, Shape], **options: Any) -> Trial:
@@ -61,7 +62,7 @@ class Search:
         return math.ceil(share * self.sizes.total) + self.sizes.added
 
     def within(self, path: list[Step], budget: Budget) -> Trial:
-        """The longest part of the path that the budget allows, fitted."""
+        """The longest part of the path that the budget allows, fitted; else the nearest, and `unmet`."""
         if not path:
             raise ValueError("no way to replace a block saves parameters")
         if budget.parameters is None:
@@ -69,9 +70,9 @@ class Search:
         most = sum(s.saved for s in path)
         if self._parameters(budget.parameters) > most:
             share = (most - self.sizes.added) / self.sizes.total
-            raise ValueError(
-                f"{budget.parameters:.1%} of the feed-forward parameters cannot go: replacing "
-                f"every block saves {share:.1%} (`parameters`)"
+            self.unmet = (
+                f"{budget.parameters:.1%} of the feed-forward parameters cannot go: this plan, the "
+                f"smallest, removes {share:.1%}"
             )
         return self.trial(self.shapes_saving(path, budget.parameters))
 
@@ -83,7 +84,7 @@ class Search:
         level *= min(max(AIM * nats / (HALF * max(first.nats, 0.0) + 1e-12), 0.1), 4.0)
         low, high = (0.0, 0.0), None  # (expected, measured) below and above the budget
         fits, fails = 0, len(path) + 1  # numbers of steps
-        best = None
+        best, nearest = None, first
         for left in range(ROUNDS, 0, -1):
             steps = min(max(within(path, level), fits + 1), fails - 1)
             if steps <= fits:
@@ -96,14 +97,14 @@ class Search:
                 if new.nats >= CLOSE * nats:
                     break
             else:
-                high, fails = (level, new.nats), steps
+                high, fails, nearest = (level, new.nats), steps, new
             level = _next_level(low, high, nats)
         if best is None:
-            raise ValueError(
-                f"no block can be replaced for {math.expm1(nats):.1%} more perplexity: "
-                "raise `perplexity`"
+            self.unmet = (
+                f"no plan costs less than {math.expm1(nats):.1%} more perplexity: this one, the "
+                f"nearest, costs {math.expm1(nearest.nats):.1%} on the text for choosing"
             )
-        return best
+        return best or nearest
 
 
 def _next_level(low: tuple[float, float], high: tuple[float, float] | None, nats: float) -> float:

@@ -1,7 +1,7 @@
 """README.md of an export: what was replaced, what was measured, how to load it, how it was made.
 
 table = measured_table(result, exported, change)
-text = card("narrow", origin("org/name"), auto="AutoModelForCausalLM", table=table, ...)
+text = card("stock", origin("org/name"), auto="AutoModelForCausalLM", table=table, ...)
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LOAD = {
 such blocks. The code is one short file, `modeling_howlinear.py`; `linear_blocks` in
 `config.json` lists the blocks.
 """,
-    "narrow": TRANSFORMERS
-    + """It loads with plain transformers and contains no code: the maps are
-written as hidden units of the model's own kind.
+    "stock": TRANSFORMERS
+    + """It loads with plain transformers and contains no code: the model is the original's class with
+fewer hidden units in each block, and was loaded so in a new process.
 """,
     "nemotron-nas": """\
 The format is `nemotron-nas`; `block_configs` in `config.json` has the width of each block, and `mlp_bias` is true:
@@ -76,15 +76,24 @@ One file, `model.gguf`, for llama.cpp and what is built on it:
 llama-server -m model.gguf
 ```
 
-Its architecture is `deci`, which has a width for each layer. Replaced blocks are gated blocks of their own
-width with biases: linear maps are hidden units with a constant gate. The file was read again and its bytes
-agree with the model that was measured. `howlinear bench . --engines` runs it in the engines that are
-installed and compares them with these bytes.
+The file was read again and its bytes agree with the model that was measured. `howlinear bench . --engines`
+runs it in the engines that are installed and compares them with these bytes.
 """,
 }
+ENGINES = """
+Engines that read models of this class read it too. `howlinear bench . --engines` runs those that are installed and
+compares them with these weights.
+
+| | |
+|---|---|
+| vLLM | `vllm serve .` |
+| SGLang | `python -m sglang.launch_server --model-path .` |
+| MLX | `mlx_lm.server --model .` |
+| llama.cpp | `llama-server -m model.gguf`, after its `convert_hf_to_gguf.py . --outfile model.gguf` |
+"""
 FRONT: dict[str, dict[str, Any]] = {
     "hf": {"library_name": "transformers", "tags": ["howlinear", "custom_code"]},
-    "narrow": {"library_name": "transformers", "tags": ["howlinear"]},
+    "stock": {"library_name": "transformers", "tags": ["howlinear"]},
     "nemotron-nas": {"tags": ["howlinear", "nemotron-nas"]},
     "gguf": {"library_name": "gguf", "tags": ["howlinear", "gguf"]},
 }
@@ -117,6 +126,8 @@ def card(
         and_tokenizer=", AutoTokenizer" if has_tokenizer else "",
         tokenizer=tokenizer if has_tokenizer else "",
     )
+    if kind == "stock" and auto == "AutoModelForCausalLM":
+        load += ENGINES
     return CARD.format(
         front=yaml_dump(front),
         title=f"{base.rpartition('/')[2]} with linear blocks",
@@ -158,8 +169,8 @@ def _sizes(result: Compression, exported: dict[str, Any]) -> list[str]:
     feed_forward = result.feed_forward, result.feed_forward - (before - after)
     counts = {"parameters": (before, after), "in feed-forward blocks": feed_forward}
     rows = [_row(k, f"{a:,}", f"{b:,}", f"{b / a - 1:+.1%}") for k, (a, b) in counts.items()]
-    size = exported["bytes_before"], exported["bytes"]
-    stored = f"MB in {exported['dtype']}" if exported["dtype"] != "source" else "MB on disk"
+    size = exported["bytes_before"], exported["tensor_bytes"]
+    stored = f"MB in {exported['dtype']}" if exported["dtype"] != "source" else "MB of tensors"
     return [
         *rows,
         _row(stored, *(f"{n / 1e6:,.1f}" for n in size), f"{size[1] / size[0] - 1:+.1%}"),

@@ -1,7 +1,7 @@
 """The folder of an export: complete or absent, with the licence of its source and its tokenizer.
 
 with new_folder("out") as folder:              # `out` appears when the block ends without an error
-    ...                                        # the weights, by hf, narrow or nemotron_nas
+    ...                                        # the weights, by hf, stock or nemotron_nas
     add_files(folder, origin("org/name"), tokenizer, {"README.md": text})
 """
 

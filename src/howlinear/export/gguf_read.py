@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from howlinear.export.gguf_family import read_family
 from howlinear.export.gguf_write import ARCHITECTURE, Source, gguf_name, row_order, stored_tensors
 from howlinear.export.widths import feed_forward
 
 
 def read_back(path: str | Path) -> nn.Module:
-    """A Llama in float32 built from the file alone, as an engine would."""
+    """A model in float32 built from the file alone: here for `deci`, by transformers for others."""
     from transformers import LlamaForCausalLM
 
     file = Source.of(Path(path))
     if file.architecture != ARCHITECTURE:
-        raise ValueError(f"{path} has architecture {file.architecture}, not {ARCHITECTURE}")
+        return read_family(Path(path))
     settings = {key.removeprefix(f"{ARCHITECTURE}."): f.value for key, f in file.fields.items()}
     model: Any = LlamaForCausalLM(_config(settings, file))
     for i, width in enumerate(settings["feed_forward_length"]):

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from howlinear.export.widths import check_llama
 from howlinear.models import ggufs, loading
 from howlinear.models.families import blocks
+from howlinear.models.units import weight_of
 
 ARCHITECTURE = "deci"
 TYPES = ("f16", "bf16", "q8_0", "source")
 FILE = "model.gguf"
-HERE = 'use `kind="nemotron-nas"` or hf'
 
 
 class Field(NamedTuple):
@@ -77,21 +77,28 @@ def source_file(name: str | Path | None) -> Path | None:
     return path if path.suffix == ".gguf" else None
 
 
-def check_exportable(model: nn.Module, name: str | Path | None) -> None:
-    """Refuse, before hours of work, what cannot be written."""
-    check_llama(model, "gguf")
-    config: Any = model.config
+def source_of(name: str | Path | None) -> Source:
+    """The GGUF file of a model; refused where it comes from something else."""
     path = source_file(name)
     if path is None:
         raise ValueError(
-            f'{name} is no .gguf file, from which `kind="gguf"` copies tokenizer and metadata: convert it '
-            f"(convert_hf_to_gguf.py of llama.cpp) and profile the file, or {HERE}"
+            f"{name} is no .gguf file, from which gguf copies tokenizer and metadata: convert it "
+            '(convert_hf_to_gguf.py of llama.cpp) and profile the file, or use `kind="stock"` and convert that'
         )
-    scaling = config.rope_parameters.get("rope_type", "default")
-    if scaling != "default" or "rope_freqs.weight" in Source.of(path).tensors:
-        raise ValueError(
-            f"{path.name} cannot be written as gguf: its rotary positions are scaled; {HERE}"
-        )
+    return Source.of(path)
+
+
+def why_not_deci(model: nn.Module, source: Source) -> str:
+    """Why `deci`, which has a width for each layer, does not describe a model; empty if it does."""
+    try:
+        check_llama(model, "gguf")
+    except ValueError as refusal:
+        return str(refusal)
+    config: Any = model.config
+    scaled = config.rope_parameters.get("rope_type", "default") != "default"
+    return (
+        "its rotary positions are scaled" if scaled or "rope_freqs.weight" in source.tensors else ""
+    )
 
 
 # ---------------------------------------------------------------------------------- tensors
@@ -112,7 +119,7 @@ def write_gguf(
     for name, tensor in stored_tensors(model):
         there, rows = gguf_name(name, len(blocks(model))), row_order(model, name)
         raw = None if name.startswith(tuple(f"{p}." for p in changed)) else there
-        data, stored = _encoded(tensor, there, kind, source, raw, rows)
+        data, stored = encoded(tensor, there, kind, source, raw, rows)
         _keep_stored(name, tensor, data, stored, rows)
         writer.add_tensor(there, data, raw_dtype=stored)
     writer.write_header_to_file()
@@ -128,7 +135,7 @@ def tensor_bytes(model: Any, kind: str, source: Source) -> int:
     total = 0
     for name, tensor in stored_tensors(model):
         there = gguf_name(name, len(blocks(model)))
-        block, size = GGML_QUANT_SIZES[_type(tensor, there, kind, source)]
+        block, size = GGML_QUANT_SIZES[stored_type(tensor, there, kind, source)]
         total += tensor.numel() // block * size
     return total
 
@@ -165,23 +172,29 @@ def row_order(model: Any, name: str) -> Tensor | None:
     return torch.arange(rows).view(getattr(model.config, setting), 2, -1).mT.flatten()
 
 
-def _type(tensor: Tensor, there: str, kind: str, source: Source) -> Any:
+def stored_type(tensor: Tensor, there: str, kind: str, source: Source) -> Any:
     """The type that a tensor is stored in."""
     from gguf import GGML_QUANT_SIZES
     from gguf import GGMLQuantizationType as Type
 
     if tensor.ndim == 1:
         return Type.F32
-    replaced = source.tensors.get(there)
-    if kind == "source":
-        wanted = Type.Q8_0 if replaced is None else replaced.tensor_type
+    if kind != "source":
+        wanted = Type[kind.upper()]
+    elif there in source.tensors:
+        wanted = source.tensors[there].tensor_type
     else:
-        wanted = {"f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0}[kind]
+        wanted = Type.Q8_0
     return Type.F16 if tensor.shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
 
-def _encoded(
-    tensor: Tensor, there: str, kind: str, source: Source, raw: str | None, rows: Tensor | None
+def encoded(
+    tensor: Tensor,
+    there: str,
+    kind: str,
+    source: Source,
+    raw: str | None,
+    rows: Tensor | None = None,
 ) -> tuple[Any, Any]:
     """The bytes of a tensor and their type; those of the source for `raw`, a name there."""
     from gguf import GGMLQuantizationType as Type
@@ -192,7 +205,7 @@ def _encoded(
         return np.array(original.data), original.tensor_type
     ordered = tensor.detach().float().cpu()
     values = (ordered if rows is None else ordered[rows]).contiguous().numpy()
-    stored = _type(tensor, there, kind, source)
+    stored = stored_type(tensor, there, kind, source)
     try:
         return quantize(values, stored), stored
     except NotImplementedError:  # gguf reads more types than it makes
@@ -214,7 +227,7 @@ def _keep_stored(name: str, tensor: Tensor, data: Any, stored: Any, rows: Tensor
 
 def metadata(model: Any, kind: str, source: Source) -> dict[str, Field]:
     """Those of the source under the new architecture's name; widths and heads as arrays."""
-    from gguf import GGUFValueType, LlamaFileType
+    from gguf import GGUFValueType
 
     before = f"{source.architecture}."
     fields = {}
@@ -231,12 +244,19 @@ def metadata(model: Any, kind: str, source: Source) -> dict[str, Field]:
     for name, values in per_layer.items():
         array = GGUFValueType.ARRAY, GGUFValueType.UINT32
         fields[f"{ARCHITECTURE}.{name}"] = Field(values, *array)
-    if kind != "source":
-        number = LlamaFileType[{"q8_0": "MOSTLY_Q8_0"}.get(kind, f"MOSTLY_{kind.upper()}")]
-        fields["general.file_type"] = Field(int(number), GGUFValueType.UINT32)
-    return fields
+    return fields | file_type(kind)
+
+
+def file_type(kind: str) -> dict[str, Field]:
+    """The field that names the type of most matrices; the source's own with `source`."""
+    from gguf import GGUFValueType, LlamaFileType
+
+    if kind == "source":
+        return {}
+    number = LlamaFileType[f"MOSTLY_{kind.upper()}"]
+    return {"general.file_type": Field(int(number), GGUFValueType.UINT32)}
 
 
 def widths(model: nn.Module) -> list[int]:
     """Hidden units of each block, in order."""
-    return [model.get_submodule(str(block.down)).weight.shape[1] for block in blocks(model)]  # type: ignore[index,misc]
+    return [weight_of(model.get_submodule(str(block.down))).shape[1] for block in blocks(model)]

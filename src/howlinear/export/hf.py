@@ -27,7 +27,6 @@ from howlinear.export.folder import settings, write_generation, write_json
 from howlinear.export.weights import dtype_name, write_weights
 from howlinear.models.families import backbone
 
-INSTEAD = 'use `kind="hf"`'  # what the other kinds of export recommend
 MODULE = "modeling_howlinear"
 PREFIX = "howlinear_"
 # A stock class that is called by name (LlamaForCausalLM.from_pretrained) does not compare model_type and

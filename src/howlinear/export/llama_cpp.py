@@ -1,8 +1,8 @@
 """Run a GGUF file in llama.cpp: log-probabilities of a text, and speed.
 
     with LlamaCpp.start("out/model.gguf", length=512) as engine:
-        engine.log_probabilities(ids)                   # and the most likely tokens
-        engine.speed(ids, new_tokens=32)                # tokens a second: prefill, decode
+        engine.score(ids)                               # log-probabilities, and the most likely tokens
+        engine.speed(ids, ids[:16], new_tokens=32)      # seconds: prefill, decode
 
 llama.cpp comes as a Python package (`xllamacpp`) or as a program on the path (`llama-server`); both answer the
 same requests. The server returns probabilities of tokens that it samples, and none of the prompt's. So each
@@ -37,10 +37,11 @@ def installed() -> str | None:
 
 
 class Prediction(NamedTuple):
-    """For one token of a text: its log-probability, and the most likely token in its place."""
+    """For one token of a text: its log-probability, the most likely token in its place, and that one's."""
 
     log_probability: float
     most_likely: int
+    highest: float
 
 
 @dataclass
@@ -62,7 +63,7 @@ class LlamaCpp:
         with starters[way](str(path), length + 1, threads) as ask:
             yield cls(ask)
 
-    def log_probabilities(self, ids: Sequence[int]) -> list[Prediction | None]:
+    def score(self, ids: Sequence[int]) -> list[Prediction | None]:
         """What is predicted for each token after the first, given those before it.
 
         None where the token is a part of a character: the server does not report those.
@@ -78,18 +79,17 @@ class LlamaCpp:
                 answers.append(answer and _prediction(answer))
         return answers
 
-    def speed(self, ids: Sequence[int], new_tokens: int) -> tuple[float, float]:
-        """Tokens a second, by the server's own clock: reading `ids`, then writing new tokens."""
-        request = {"prompt": list(ids), "n_predict": new_tokens + 1, "temperature": 0}
-        times = self.ask(request | {"cache_prompt": False, "ignore_eos": True})["timings"]
-        # the first new token comes from the prompt's last position
-        decode = max(times["predicted_n"] - 1, 1) / times["predicted_ms"]
-        return 1e3 * times["prompt_n"] / times["prompt_ms"], 1e3 * decode
-
-    def continuation(self, ids: Sequence[int], new_tokens: int) -> str:
-        """The most likely text after a prompt."""
-        request = {"prompt": list(ids), "n_predict": new_tokens, "temperature": 0}
-        return str(self.ask(request | {"ignore_eos": True})["choices"][0]["text"])
+    def speed(
+        self, ids: Sequence[int], prompt: Sequence[int], new_tokens: int
+    ) -> tuple[float, float]:
+        """Seconds, by the server's own clock: reading `ids`; writing new tokens after a prompt."""
+        fresh = {"temperature": 0, "cache_prompt": False, "ignore_eos": True}
+        read = self.ask(fresh | {"prompt": list(ids), "n_predict": 1})["timings"]
+        # one more: the first new token comes from the prompt's last position
+        wrote = self.ask(fresh | {"prompt": list(prompt), "n_predict": new_tokens + 1})["timings"]
+        if read["prompt_n"] != len(ids):
+            raise ValueError(f"llama.cpp read {read['prompt_n']} of {len(ids)} tokens")
+        return read["prompt_ms"] / 1e3, wrote["predicted_ms"] / 1e3
 
 
 @contextmanager
@@ -146,7 +146,8 @@ def _posted(address: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prediction(answer: dict[str, Any]) -> Prediction:
-    return Prediction(float(answer["logprob"]), int(answer["top_logprobs"][0]["id"]))
+    best = answer["top_logprobs"][0]
+    return Prediction(float(answer["logprob"]), int(best["id"]), float(best["logprob"]))
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howlinear.compression.targets import NO_LLAMA
 from howlinear.export.folder import write_generation, write_json
-from howlinear.export.hf import INSTEAD
 from howlinear.export.weights import dtype_name, write_weights
 from howlinear.export.widths import check_llama, feed_forward
 from howlinear.models.families import Block, blocks
@@ -96,7 +96,7 @@ def ffn_mult(width: int, d: int) -> float:
     if (got := width_of(multiple, d)) != width:
         raise ValueError(
             f"a block of {width} hidden units cannot be written as nemotron-nas: readers round up "
-            f"to a multiple of {MULTIPLE} and would make it {got}; {INSTEAD}"
+            f"to a multiple of {MULTIPLE} and would make it {got}; {NO_LLAMA}"
         )
     return multiple
 

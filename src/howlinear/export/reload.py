@@ -3,7 +3,7 @@
 round_weights(model, torch.bfloat16)            # the model in memory equals the stored one
 with stored_as(model, torch.bfloat16):
     model.save_pretrained(folder)
-verify(folder, model, {"input_ids": ids}, "narrow")
+verify(folder, model, {"input_ids": ids}, "stock")
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.export.hf import auto_class
-from howlinear.export.weights import weight_files
+from howlinear.export.weights import tensor_bytes
 from howlinear.models.ggufs import one_line
 
 logger = logging.getLogger(__name__)
@@ -63,11 +63,7 @@ def _check_size(folder: Path, model: nn.Module) -> None:
     most = sum(
         t.numel() * (dtype.itemsize if t.is_floating_point() else t.itemsize) for t in tensors
     )
-    size = 0
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-    if size > most:
+    if (size := tensor_bytes(folder)) > most:
         raise ValueError(f"{folder} has {size} bytes of weights, {most} at most in {dtype}")
 
 

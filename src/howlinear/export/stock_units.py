@@ -1,4 +1,4 @@
-"""Maps as hidden units of a stock block: what `narrow`, `nemotron-nas` and `gguf` write.
+"""Maps as hidden units of a stock block: what `nemotron-nas` and `gguf` write (`stock` takes kept units alone).
 
     gated_units(UnitMap(...), like)          # r + k units of a gated block y = D (act(Gx + g) * (Ux + u)) + b
 

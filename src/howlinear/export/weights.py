@@ -80,3 +80,16 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype)
 
 def weight_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
+
+
+def file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def tensor_bytes(folder: Path) -> int:
+    """Bytes of all tensors in the safetensors files of a folder: the files without their headers."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            total += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    return total

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from howlinear.compression.targets import Format
-from howlinear.export.hf import INSTEAD
+from howlinear.compression.targets import NO_LLAMA, Format
 from howlinear.export.stock_units import Units, gated_units
 from howlinear.linear.affine import Map
 from howlinear.models.families import Block, blocks
@@ -79,7 +78,7 @@ def check_llama(model: nn.Module, kind: str) -> None:
     if type(model).__name__ not in ("LlamaForCausalLM", "MistralForCausalLM"):
         raise ValueError(
             f"{family} cannot be written as {kind}: it is no llama and no mistral that "
-            f"predicts text; {INSTEAD}"
+            f"predicts text; {NO_LLAMA}"
         )
     d, heads = config.hidden_size, config.num_attention_heads
     wrong = {
@@ -97,7 +96,7 @@ def check_llama(model: nn.Module, kind: str) -> None:
     }
     for reason, holds in wrong.items():
         if holds:
-            raise ValueError(f"{family} cannot be written as {kind}: {reason}; {INSTEAD}")
+            raise ValueError(f"{family} cannot be written as {kind}: {reason}; {NO_LLAMA}")
 
 
 def _check_maps(model: Any, maps: Mapping[Block, Map]) -> None:

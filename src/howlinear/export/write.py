@@ -6,10 +6,10 @@
     write_export(model, tokenizer, result, "out", "hf", "org/name", report)
     result.exported["perplexity"]
 
-`hf` holds every map of every family and includes a file of code; `narrow`, `nemotron-nas` and `gguf` need no
-code: there maps are hidden units of stock blocks. The folder has the weights in the dtype of their source (a
-GGUF file in the type asked for), the tokenizer, a model card, `plan.json` and `compress.json`. The model in
-memory is changed.
+`hf` holds every map of every family and includes a file of code. `stock`, `nemotron-nas` and `gguf` are for engines
+that run no code of a checkpoint: there maps are hidden units of stock blocks. The folder has the weights in the
+dtype of their source (a GGUF file in the type asked for), the tokenizer, a model card, `plan.json` and
+`compress.json`. The model in memory is changed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from howlinear.compression.compress import Compression
-from howlinear.compression.targets import GGUF, NEMOTRON
-from howlinear.export import gguf_write, hf, narrow, nemotron_nas
+from howlinear.compression.targets import GGUF, NEMOTRON, STOCK
+from howlinear.export import gguf_family, gguf_write, hf, nemotron_nas, stock
 from howlinear.export.card import card, measured_table
+from howlinear.export.engines import engine_notes
 from howlinear.export.folder import add_files, check_free, new_folder, origin
 from howlinear.export.gguf_read import check_file
 from howlinear.export.install import install_maps
 from howlinear.export.reload import verify
-from howlinear.export.weights import dtype_name, round_weights, stored_as, weight_files
+from howlinear.export.weights import dtype_name, file_bytes, round_weights, stored_as, tensor_bytes
 from howlinear.export.widths import widen
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison, text_loss
@@ -40,23 +41,43 @@ from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.loading import quiet
 from howlinear.records import files
 
-__all__ = ["check_exportable", "check_free", "write_export"]
+__all__ = ["check_exportable", "check_free", "plan_target", "write_export"]
 
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
 
 
-def check_exportable(
-    model: nn.Module, kind: str, add_biases: bool = False, source: str | Path | None = None
-) -> None:
+def check_exportable(model: nn.Module, kind: str, source: str | Path | None = None) -> None:
     """Refuse, before any work, a model that this kind of export cannot hold."""
-    if kind == "narrow":
-        narrow.check_exportable(model, add_biases=add_biases)
+    if kind == "stock":
+        stock.check_exportable(model)
     elif kind == "gguf":
-        gguf_write.check_exportable(model, source)
+        file = gguf_write.source_of(source)
+        if gguf_write.why_not_deci(model, file):
+            gguf_family.check_family(model, file)
     elif kind == "nemotron-nas":
         nemotron_nas.check_exportable(model)
     else:
         hf.check_exportable(model)
+
+
+def engine_limits(model: Any, kind: str) -> list[str]:
+    """What an engine that this kind is for cannot run of the model, and what to use there."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if kind not in ("stock", "nemotron-nas") or not heads:
+        return []
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if size in VLLM_CPU_HEADS:
+        return []
+    return [f"vLLM on CPUs has no attention for heads of {size}: use gguf and llama.cpp there"]
+
+
+def plan_target(model: nn.Module, kind: str, source: str | Path | None = None) -> str:
+    """What a plan counts for (`CompressSettings.target`): GGUF files of most families have one width."""
+    if kind == "gguf" and gguf_write.why_not_deci(model, gguf_write.source_of(source)):
+        return STOCK
+    return kind
 
 
 def write_export(
@@ -67,7 +88,6 @@ def write_export(
     kind: str,
     source: str | Path | None,
     report: WindowsLike,
-    add_biases: bool = False,
     gguf_type: str = "f16",
 ) -> None:
     """Write the compressed model to `out`, or nothing at all; fill `result.exported`.
@@ -80,10 +100,10 @@ def write_export(
         if kind == "gguf":
             written, stored = _gguf(model, result.maps, folder, gguf_type, source)
         else:
-            written, stored = _checkpoint(kind, model, result, folder, add_biases)
+            written, stored = _checkpoint(kind, model, result, folder)
         change = _measured(written, result.change, report)
-        size = sum(path.stat().st_size for path in weight_files(folder))
-        exported = {"kind": kind, "folder": Path(out).name, "bytes": size, **stored}
+        stored["notes"] += _checked(folder, written, _inputs(written, report), kind, source)
+        exported = {"kind": kind, "folder": Path(out).name, "bytes": file_bytes(folder), **stored}
         exported |= {"parameters": parameter_count(written), **_perplexity(change)}
         facts, tokenizer = origin(source), None if kind == "gguf" else tokenizer
         readme = card(
@@ -97,64 +117,72 @@ def write_export(
             has_tokenizer=tokenizer is not None,
         )
         add_files(folder, facts, tokenizer, {"README.md": readme, **_records(result, exported)})
-        _check(folder, written, _inputs(written, report), kind, source)
     result.exported.update(exported)
 
 
-def _check(
+def _checked(
     folder: Path, written: Any, inputs: dict[str, Tensor], kind: str, source: str | Path | None
-) -> None:
-    """Read what was written, and compare it with the model in memory."""
-    if kind == "gguf":
-        check_file(folder / gguf_write.FILE, written, _source(source), inputs)
-    else:
+) -> list[str]:
+    """Read what was written, and compare it with the model in memory; notes on engines that ran it."""
+    path = folder / gguf_write.FILE
+    if kind == "gguf" and gguf_write.Source.of(path).architecture == gguf_write.ARCHITECTURE:
+        check_file(path, written, gguf_write.source_of(source), inputs)
+    elif kind != "gguf":  # `_gguf` has checked a file of another architecture
         verify(folder, written, inputs, kind)
-
-
-def _source(name: str | Path | None) -> gguf_write.Source:
-    path = gguf_write.source_file(name)
-    assert path is not None  # `check_exportable` refuses others
-    return gguf_write.Source.of(path)
+    return engine_notes(folder, kind, written, inputs["input_ids"])
 
 
 def _gguf(
     model: Any, maps: Mapping[Block, Map], folder: Path, kind: str, name: str | Path | None
 ) -> tuple[Any, dict[str, Any]]:
     """Write the file; the model that it describes, and facts for `exported`."""
-    gguf_write.check_exportable(model, name)
-    model, source = model.float(), _source(name)
-    before = gguf_write.tensor_bytes(model, kind, source)
-    widen(model, maps, GGUF)
-    changed = [block.entry for block in maps]
-    gguf_write.write_gguf(model, folder / gguf_write.FILE, kind, source, changed)
-    return model, {"dtype": kind, "bytes_before": before, "notes": [_widths_note(model)]}
+    model, source, path = model.float(), gguf_write.source_of(name), folder / gguf_write.FILE
+    if gguf_write.why_not_deci(model, source):
+        small = stock.with_one_width(model, maps)
+        before = gguf_family.source_bytes(kind, source)
+        gguf_family.write_family(small, path, kind, source)
+        gguf_family.check_family_file(path, small, source)
+        written: Any = gguf_family.read_family(path)
+        notes = [f"architecture {source.architecture}, {_width_note(written)}"]
+    else:
+        before = gguf_write.tensor_bytes(model, kind, source)
+        widen(model, maps, GGUF)
+        gguf_write.write_gguf(model, path, kind, source, [block.entry for block in maps])
+        written, notes = model, [f"architecture deci, {_widths_note(model)}"]
+    stored = gguf_write.Source.of(path).tensors.values()
+    return written, {
+        "dtype": kind,
+        "tensor_bytes": sum(int(tensor.n_bytes) for tensor in stored),
+        "bytes_before": before,
+        "notes": notes,
+    }
 
 
 def _checkpoint(
-    kind: str, model: Any, result: Compression, folder: Path, add_biases: bool
+    kind: str, model: Any, result: Compression, folder: Path
 ) -> tuple[Any, dict[str, Any]]:
     """Write safetensors and their config; the model that they describe, and facts for `exported`."""
     dtype = getattr(model, "stored_dtype", torch.float32)
-    written, notes = _fill(kind, model.float(), result.maps, folder, dtype, add_biases)
-    before = result.parameters * dtype.itemsize
-    return written, {"dtype": dtype_name(dtype), "bytes_before": before, "notes": notes}
+    limits = engine_limits(model, kind)
+    written, notes = _fill(kind, model.float(), result.maps, folder, dtype)
+    return written, {
+        "dtype": dtype_name(dtype),
+        "tensor_bytes": tensor_bytes(folder),
+        "bytes_before": result.parameters * dtype.itemsize,
+        "notes": notes + limits,
+    }
 
 
 def _fill(
-    kind: str,
-    model: Any,
-    maps: Mapping[Block, Map],
-    folder: Path,
-    dtype: torch.dtype,
-    add_biases: bool,
+    kind: str, model: Any, maps: Mapping[Block, Map], folder: Path, dtype: torch.dtype
 ) -> tuple[Any, list[str]]:
     """Write the weights, config and code; the model that they describe, in float32, and notes for its user."""
-    if kind == "narrow":
-        small, notes = narrow.narrowed(model, maps, add_biases=add_biases)
+    if kind == "stock":
+        small = stock.with_one_width(model, maps)
         round_weights(small, dtype)
         with stored_as(small, dtype):
-            narrow.save(small, folder)
-        return small, notes
+            stock.save(small, folder)
+        return small, [_width_note(small)]
     if kind == "hf":
         hf.check_exportable(model)
         install_maps(model, maps)
@@ -168,9 +196,16 @@ def _fill(
     return model, [_widths_note(model)]
 
 
+def _width_note(model: nn.Module) -> str:
+    return f"hidden units of each block: {gguf_write.widths(model)[0]}"
+
+
 def _widths_note(model: nn.Module) -> str:
     widths = sorted(gguf_write.widths(model))
-    return f"hidden units of blocks: from {widths[0]} to {widths[-1]}, one width for each block"
+    return (
+        f"hidden units of blocks: from {widths[0]} to {widths[-1]}, one width for each block; linear maps "
+        "are hidden units with a constant gate"
+    )
 
 
 def _measured(

@@ -99,7 +99,7 @@ def joint_map(
 ) -> Map:
     """The best map with these units and a matrix of this rank (None: full, 0: none).
 
-    Without an intercept it can only be a matrix of full rank, perhaps beside units.
+    Without an intercept it is a matrix of full rank, units, or both.
 
     Reduced-rank regression beside the units: with the part of both sides removed that the units
     explain, the matrix is projected on the leading eigenvectors of W S W'; then D is solved again.
@@ -108,6 +108,10 @@ def joint_map(
     if rank is None:
         joint, _ = solve(rows, columns=at, intercept=intercept)
         return UnitMap.split(joint, tuple(units), hidden) if hidden is not None else joint
+    if not rank and hidden is not None:
+        joint, _ = solve(rows, columns=at[d:], intercept=intercept)
+        nothing = Factored(joint.weight.new_zeros(0, d), joint.weight[:, :0], joint.bias)
+        return UnitMap(nothing, tuple(units), joint.weight, hidden)
     S, S_y = rows.gram()
     into, out = S.new_zeros(0, d), S.new_zeros(rows.d_out, 0)
     if rank:
