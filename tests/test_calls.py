@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pandas
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, BatchEncoding
 
 import howlinear as hl
 import tiny
+from howlinear.profiling.needs import profile_needs
 
 IDS = torch.randint(tiny.VOCABULARY, (48, 32), generator=torch.Generator().manual_seed(0))
 
@@ -27,17 +28,39 @@ def result(model):
     return hl.profile(model, IDS, at=[1, 2])
 
 
-def test_blocks_by_index(model, result):
-    assert [b.index for b in result.blocks] == [1, 2]
-    seen = []
-    with hl.swapped(model, {2: result.maps[2]}):
-        model(IDS[:2])
-    with hl.tap(model, lambda block, rows: seen.append(block.index), at="2"):
-        model(IDS[:2])
-    assert seen == [2]
-    smaller = tiny.model("llama")
-    hl.install_maps(smaller, {2: result.maps[2]})
-    assert smaller(IDS[:2]).logits.isfinite().all()
+def read(block, rows):
+    assert block.index == 3
+
+
+CALLS = """
+result = hl.profile(model, windows, at=[1, 2])
+with hl.swapped(model, {2: m}): model(windows[:2])
+hl.install_maps(copy, {2: m})
+with hl.tap(model, read, at="3"): model(windows[:2])
+hl.profile(model, windows.numpy(), at=1)
+hl.profile(model, windows.tolist(), at=1)
+hl.profile(model, DataLoader(TensorDataset(windows), batch_size=8), at=1)
+hl.profile(model, BatchEncoding({"input_ids": windows}), at=1)
+hl.Moments(3, 3).update(x, x)
+hl.Moments.from_arrays(x, x)
+hl.fit(x, x).predict(x)
+result.to_dataframe()
+result.plot(axes)
+hl.compare_runs([result, other])
+hl.residuals(model, windows, 1)
+result.W_skip(1)
+"""
+
+
+def test_calls_as_written(result):
+    """Each line in turn, as a user types them."""
+    scope = globals() | {"windows": IDS, "m": result.maps[2], "other": result, "axes": MagicMock()}
+    scope |= {name: tiny.model("llama", num_hidden_layers=4) for name in ("model", "copy")}
+    scope["x"] = np.random.default_rng(0).standard_normal((100, 3))
+    for line in CALLS.strip().splitlines():
+        exec(line, scope)
+    assert [b.index for b in scope["result"].blocks] == [1, 2]
+    assert len(scope["copy"].config.linear_blocks) == 1
 
 
 class Column(Sequence):
@@ -118,15 +141,9 @@ def test_a_profile_as_a_table(result):
 
 
 def test_a_profile_as_a_plot(result, monkeypatch):
-    drawn = []
-    axes = SimpleNamespace(
-        errorbar=lambda x, y, **_: drawn.append((x, y)),
-        plot=lambda x, y, **_: drawn.append((x, y)),
-        **dict.fromkeys(("set_xlabel", "set_ylabel"), lambda text: None),
-        legend=lambda: None,
-    )
+    axes = MagicMock()
     assert result.plot(axes) is axes
-    assert drawn[0] == ((1, 2), tuple(b.r2 for b in result.blocks))
+    assert axes.errorbar.call_args.args == ((1, 2), tuple(b.r2 for b in result.blocks))
     for package, call in (("pandas", result.to_dataframe), ("matplotlib", result.plot)):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.setitem(sys.modules, f"{package}.pyplot", None)
@@ -182,6 +199,7 @@ def test_every_tower_of_clip():
     (note,) = (n for n in alone.notes if "outside" in n)
     assert note.startswith("3 feed-forward blocks outside the text stack are not measured")
     assert torch.allclose(alone.maps[0].weight, both.maps[0].weight, atol=1e-6)
+    assert profile_needs(model, hl.blocks(model), windows=48, length=12).forward > 0
     images = hl.residuals(model, {"pixel_values": inputs["pixel_values"]}, every[2])
     assert len(images.error) == 48 * 17
     with pytest.raises(ValueError, match=r"without these blocks: 2 .*do the inputs reach them"):

@@ -1,6 +1,7 @@
 """Messages of the library name Python's arguments; the command line turns them into its flags."""
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -25,8 +26,10 @@ ELSEWHERE = (
 )  # other commands
 
 
+@functools.cache
 def _texts():
     """What the library may say: strings of its modules that are no docstrings, but for model cards."""
+    texts = []
     for path in sorted(SOURCES.rglob("*.py")):
         if path.relative_to(SOURCES).parts[0] in ("cli", "report") or path.name == "card.py":
             continue
@@ -35,7 +38,8 @@ def _texts():
         strings = (n for n in ast.walk(tree) if isinstance(n, ast.Constant))
         for node in strings:
             if isinstance(node.value, str) and id(node) not in docstrings:
-                yield path.name, node.value
+                texts.append((path.name, node.value))
+    return texts
 
 
 def test_the_library_names_no_flags():

@@ -360,7 +360,7 @@ def test_what_cannot_be_healed_is_refused_in_one_line(trained, texts, squeezed, 
         heal_all(trained[0], squeezed, fit, choose[:1])
     with pytest.raises(ValueError, match="to fit on is empty"):
         heal_all(trained[0], squeezed, fit[:0], choose)
-    with pytest.raises(ValueError, match="without torchrun"):
+    with pytest.raises(ValueError, match="do not start it by torchrun"):
         heal_all(trained[0], squeezed, fit, choose, work=Work(Ranks(0, 2)))
     monkeypatch.setattr("howlinear.run.room.available_memory", lambda: 10**5)
     with pytest.raises(ValueError, match=r"leave out `heal`$"):

@@ -141,6 +141,8 @@ def load(name=None, **options):
     key = weights.read_bytes()
     if key not in LOADED:
         LOADED[key] = copy.deepcopy(LOAD(name, **options))  # whose tensors are the file's own bytes
+    elif options.get("check"):
+        options["check"](*LOADED[key])
     return copy.deepcopy(LOADED[key])
 
 

@@ -366,6 +366,7 @@ def _cut(net: Any, tokenizer: Any, at: Any, request: Request) -> dict[str, Any]:
 
 def _checked_cut(net: Any, tokenizer: Any, request: Request) -> dict[str, Any]:
     """How the text is cut; refused, before weights are read, what the model cannot do."""
+    from howlinear.linear.folds import Folds, RowSplit, check_rows
     from howlinear.models.cutting import check_cut
     from howlinear.models.layers import layers_of
     from howlinear.profiling.gathering import with_experts
@@ -380,7 +381,13 @@ def _checked_cut(net: Any, tokenizer: Any, request: Request) -> dict[str, Any]:
     if request["layerwise"]:
         layers_of(net, at)
     cut = _cut(net, tokenizer, at, request)
-    check_cut(tokenizer, cut["window"], cut["tokens"], cut["bos"])
+    length, count = cut["window"], cut["tokens"] // cut["window"]
+    check_cut(tokenizer, length, cut["tokens"], cut["bos"])
+    if request["shard"][1] == 1:
+        offsets, tokens = range(0, count * length, length), count * length
+        paper = request["protocol"] == "paper"
+        split = RowSplit(tokens) if paper else Folds.over(request["folds"], offsets, tokens)
+        check_rows(count, length, max(b.d_in for b in at), split)
     return cut
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from howlinear.linear.folds import CELL, Folds
 from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
-from howlinear.models.families import Block, backbone, blocks, call_options, towers
+from howlinear.models.families import Block, backbone, blocks, call_options, token_embedding, towers
 from howlinear.models.hooks import evaluating, tap
 from howlinear.models.naming import BlockNames
 from howlinear.models.offload import check_weights, device_of
@@ -327,11 +327,7 @@ def check_ids(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
 
     Beside images or audio, ids may also name places that the model fills itself.
     """
-    try:
-        table: Any = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return
-    size, ids = getattr(table, "num_embeddings", None), inputs[IDS]
+    size, ids = getattr(token_embedding(model), "num_embeddings", None), inputs[IDS]
     if size is None or not ids.numel() or any(v.is_floating_point() for v in inputs.values()):
         return
     low, high = (int(v) for v in torch.aminmax(ids))

@@ -21,7 +21,7 @@ from howlinear.linear.gradients import LENGTH, WINDOWS
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
-from howlinear.models.families import Block, backbone, projection_shape
+from howlinear.models.families import Block, backbone, projection_shape, token_embedding
 from howlinear.models.layers import layers_of
 from howlinear.models.offload import like
 from howlinear.profiling.passes import Course
@@ -185,7 +185,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _embedding(model: nn.Module) -> int:
-    table = getattr(model, "get_input_embeddings", lambda: None)()
+    table = token_embedding(model)
     return 0 if table is None else _elements(table)
 
 
@@ -201,7 +201,7 @@ def _forward(model: nn.Module, tokens: int, length: int) -> int:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     net = backbone(model)
-    table = getattr(net, "get_input_embeddings", lambda: None)()
+    table = token_embedding(net)
     total = 0
     for module in net.modules():
         if module is table or isinstance(module, nn.Embedding):

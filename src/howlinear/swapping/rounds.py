@@ -26,7 +26,7 @@ from howlinear.losses.sweeps import SwapCost, Sweeper, Together, Variant
 from howlinear.models.families import Block
 from howlinear.models.forward import Windows, WindowsLike, as_windows
 from howlinear.records.files import clean
-from howlinear.records.words import duration
+from howlinear.records.words import duration, plural
 
 FIRST_LOOK = 8  # windows; fewer have too few degrees of freedom for any verdict
 K = TypeVar("K", bound=Hashable)
@@ -113,12 +113,11 @@ class Rounds:
             start = min(begun.values())
             end = min([next_look(start), len(self), *(n for n in begun.values() if n > start)])
             keys = [key for key, n in begun.items() if n == start]
-            label = f"{self.label}, windows {start + 1} to {end}"
             if scored:
-                most = sum(len(self) - n for n in begun.values()) * seconds / scored
-                label += f", {duration(most)} left at most"
+                most = duration(sum(len(self) - n for n in begun.values()) * seconds / scored)
+                self.sweeper.work.begin(f"{plural(len(begun), 'swap')} undecided: {most} at most")
             began = time.perf_counter()
-            costs = self._run([variants[key] for key in keys], start, end, label)
+            costs = self._run([variants[key] for key in keys], start, end)
             seconds += time.perf_counter() - began
             scored += len(keys) * (end - start)
             for key, cost in zip(keys, costs, strict=True):
@@ -127,11 +126,10 @@ class Rounds:
             after_round(known)
         return known
 
-    def _run(
-        self, variants: list[Variant | Together], start: int, end: int, label: str
-    ) -> list[SwapCost]:
+    def _run(self, variants: list[Variant | Together], start: int, end: int) -> list[SwapCost]:
         part = {name: value[start:end] for name, value in self.inputs.items()}
         options: dict[str, Any] = {"protocol": self.protocol, "positions": self.positions}
+        label = f"{self.label}, windows {start + 1} to {end}"
         return self.sweeper.run(variants, part, first=start, label=label, **options)
 
 
