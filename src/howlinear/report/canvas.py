@@ -27,7 +27,7 @@ class Mark:
     kind: str  # line, dot, box or text
     points: tuple[Point, ...]  # a box: two corners
     colour: str
-    mode: str = ""  # words separated by blanks: dash, dots, thin, open, soft, bold, small
+    mode: str = ""  # words separated by blanks: dash, dots, thin, open, soft, bold, small, halo
     part: str = ""
     about: str = ""  # text of the tooltip
     text: str = ""
@@ -52,11 +52,12 @@ class Canvas:
 
     def labels(self, texts: Sequence[tuple[Point, str]], part: str, anchor: str = "start") -> None:
         """Small texts; one that would overlap an earlier one is left out."""
-        taken: list[Point] = []
+        taken: list[tuple[float, float, float]] = []
         for (x, y), text in texts:
-            if all(abs(x - u) > 16 or abs(y - v) > 11 for u, v in taken):
-                taken.append((x, y))
-                self.text((x, y), text, "muted", "small", part=part, anchor=anchor)
+            wide = max(16.0, 6.2 * len(text))
+            if all(abs(x - u) > (wide + w) / 2 or abs(y - v) > 11 for u, v, w in taken):
+                taken.append((x, y, wide))
+                self.text((x, y), text, "ink", "small halo", part=part, anchor=anchor)
 
     def box(self, corner: Point, other: Point, colour: str, **more: Any) -> None:
         self.marks.append(Mark("box", (corner, other), colour, **more))
@@ -167,6 +168,19 @@ class Panel:
             if not scale.holds(value):
                 more = {**more, "shape": ends[scale.share(value) > 0.5]}
         self.canvas.marks.append(Mark("dot", (self.at(x, y),), colour, **more))
+
+    def limit(self, y: float) -> None:
+        """A dashed line at a value that a verdict depends on."""
+        self.line([(self.x.low, y), (self.x.high, y)], "axis", "dash thin")
+
+    def zones(self, limits: Sequence[float], names: Sequence[tuple[str, str]]) -> None:
+        """Lines at the limits, and right of the panel the name and colour of each zone, from the bottom."""
+        ends = [self.y.low, *limits, self.y.high]
+        for y in limits:
+            self.limit(y)
+        for (text, colour), low, high in zip(names, ends[:-1], ends[1:], strict=True):
+            middle = (self.y(low) + self.y(high)) / 2
+            self.canvas.text((self.x.end + 8, middle + 4), text, colour, "small", anchor="start")
 
     def whisker(self, x: float, low: float, high: float, colour: str, part: str) -> None:
         """An error bar, cut at the edge of the scale."""

@@ -10,9 +10,10 @@ come from strangers: an unexpected value is refused in one line, or left out whe
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
@@ -28,6 +29,7 @@ class Run:
     """One run folder."""
 
     name: str
+    folder: str = "RUN"  # as it was named, for commands that a page suggests
     number: int = 0  # among the runs of a report: decides colour and shape
     about: dict[str, Any] = field(default_factory=dict)  # profile.json without its blocks
     blocks: list[BlockProfile] = field(default_factory=list)
@@ -52,6 +54,12 @@ class Run:
     @property
     def model(self) -> str:
         return str(self.fact("model", "id") or self.name)
+
+    @property
+    def title(self) -> str:
+        """The model's name; of an absolute path its last part."""
+        path = PureWindowsPath(self.model)  # knows both kinds of slashes and drives
+        return path.name if path.root and path.name else self.model
 
     def depth(self, index: int, relative: bool) -> float:
         """A block's place on the axis: its index, or from 0 to 1 beside runs of other depths."""
@@ -84,6 +92,7 @@ def read_run(folder: str | Path) -> Run:
     probes = _probes(run)
     return Run(
         run.folder.absolute().name,
+        folder=shlex.quote(str(folder)),
         about=about,
         blocks=blocks,
         swap=files.get("swap", {}),
