@@ -90,7 +90,9 @@ class Scale:
         return self.low - slack <= value <= self.high + slack
 
     def ticks(self, count: int = 5) -> list[float]:
-        return _decades(self.low, self.high) if self.log else _round(self.low, self.high, count)
+        return (
+            _decades(self.low, self.high, count) if self.log else _round(self.low, self.high, count)
+        )
 
 
 def _round(low: float, high: float, count: int) -> list[float]:
@@ -102,13 +104,14 @@ def _round(low: float, high: float, count: int) -> list[float]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _decades(low: float, high: float) -> list[float]:
+def _decades(low: float, high: float, count: int) -> list[float]:
+    """Powers of ten, with 2 and 5 times each of them where there is room."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    many = last - first
-    within = (1, 2, 5) if many <= 2 else (1,)
-    apart = max(1, math.ceil(many / 7))
-    ticks = [m * 10.0**e for e in range(first, last + 1, apart) for m in within]
-    return [t for t in ticks if low * 0.999 <= t <= high * 1.001]
+    apart = max(1, math.ceil((last - first) / 7))
+    powers = [10.0**e for e in range(first, last + 1, apart)]
+    inside = [t for t in powers if low * 0.999 <= t <= high * 1.001]
+    finer = [t for p in powers for m in (1, 2, 5) if low * 0.999 <= (t := m * p) <= high * 1.001]
+    return finer if apart == 1 and len(finer) <= 2 * count else inside
 
 
 def reach(values: Sequence[float], *, log: bool = False, room: float = 0.06) -> tuple[float, float]:

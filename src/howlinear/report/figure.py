@@ -66,7 +66,7 @@ def key(canvas: Canvas, entries: Sequence[Entry], x: float, y: float) -> float:
     """A legend on as many lines as it needs; returns the last line's y."""
     start = x
     for e in entries:
-        sample = 12 if e.line is None else 28
+        sample = 14 if e.line is None else 28
         width = sample + 12 + 6.4 * len(e.label)
         if x + width > canvas.width and x > start:
             x, y = start, y + LINE

@@ -81,8 +81,8 @@ def lead(runs: Sequence[Run]) -> Markup:
 
 
 def meaning() -> Markup:
-    text = tag("p", " ".join(MEANING))
-    return tag("section", tag("h2", "What it means"), text, id="meaning")
+    sentences = (tag("li", sentence) for sentence in MEANING)
+    return tag("section", tag("h2", "What it means"), tag("ol", *sentences), id="meaning")
 
 
 def where(runs: Sequence[Run]) -> Markup | None:

@@ -103,11 +103,14 @@ def _scale() -> Markup:
 
 def _sentence(run: Run, i: int, verdicts: dict[int, str], named: bool) -> Markup:
     name = tag("b", f"{run.name}: ") if named else None
-    return tag("p", name, f"{_answer(run, verdicts)}{_sinks(run)}", class_=f"answer r{i}")
+    asked = any(word in MEASURED for word in verdicts.values()) or run.swaps
+    command = None if asked else tag("code", f"howlinear swap {run.folder}")
+    told = None if asked else joined(" ", command, " measures the cost.")
+    return tag("p", name, _answer(run, verdicts), _sinks(run), told, class_=f"answer r{i}")
 
 
 def _answer(run: Run, verdicts: dict[int, str]) -> str:
-    """How many blocks can be replaced."""
+    """How many blocks can be replaced, or how linear they are where no cost is known."""
     safe, blocks = limit(run), plural(len(run.blocks), "block")
     measured = [index for index, word in verdicts.items() if word in MEASURED]
     if measured:
@@ -116,12 +119,10 @@ def _answer(run: Run, verdicts: dict[int, str]) -> str:
         count = sum(word == ESTIMATED[0] for word in verdicts.values())
         return (
             f"By the profile's estimate, {count or 'none'} of {blocks} can become one matrix for less than "
-            f"{safe:.3g} nats per token. howlinear swap {run.folder} measures it."
+            f"{safe:.3g} nats per token."
         )
     low, high = (f(run.blocks, key=lambda b: b.r2) for f in (min, max))
-    told = "" if run.swaps else f" howlinear swap {run.folder} measures what replacing it costs."
-    if run.swaps and inside(run.swap, "base", "perplexity") is None:
-        told = " The model has no next-token loss, so a swap has no cost in nats."
+    told = " The model has no next-token loss, so a swap has no cost in nats." if run.swaps else ""
     return (
         f"The best matrix explains between {number(low.r2, 2)} (block {low.index}) and "
         f"{number(high.r2, 2)} (block {high.index}) of the variance of a block's output.{told}"
@@ -150,6 +151,7 @@ def _sinks(run: Run) -> str:
     sinks = [b.index for b in run.blocks if b.kind == "first-position only"]
     if not sinks:
         return ""
-    listed = ranges(sinks).replace(",", ", ")
+    *first, last = ranges(sinks).split(",")
+    listed = f"{', '.join(first)} and {last}" if first else last
     subject = f"Block {listed} looks" if len(sinks) == 1 else f"Blocks {listed} look"
     return f" {subject} linear only because of the first position of a window."

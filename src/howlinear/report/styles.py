@@ -56,7 +56,7 @@ def shades() -> str:
     """Rules for cells coloured by a share: classes heat0 to heat20, with text that can be read."""
     rules = []
     for k in range(SHADES + 1):
-        ink = "#ffffff" if k < 0.55 * SHADES else "#14171b"
+        ink = "#ffffff" if k < 0.48 * SHADES else "#000000"
         rules.append(f".heat{k}{{background:{heat(k / SHADES)};color:{ink}}}")
     return "".join(rules)
 

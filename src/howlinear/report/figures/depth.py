@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from howlinear.records.fields import BlockProfile, BlockSwap
-from howlinear.records.verdicts import HIGH_R2, LOW_R2, costly_from
+from howlinear.records.verdicts import HIGH_R2, LOW_R2, UNDECIDED, costly_from
 from howlinear.records.words import compact, finite, number
-from howlinear.report.canvas import Canvas, Panel, Scale, r2_floor, reach
+from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor, reach
 from howlinear.report.figure import NARROW, WIDE, Choice, Entry, Figure, key, looks, run_dot
 from howlinear.report.runs import Run
 from howlinear.report.strip import limit
@@ -20,15 +20,15 @@ from howlinear.report.verdicts import LOOKS, words
 LEFT = 42
 TITLE = "How linear each block is"
 READING = (
-    "Above: R2 on held-out text (filled), and R2 without the first position of each window (open) where "
-    "it differs; a long line between them means that only the attention sink is linear."
+    "A long line from a filled to an open mark of R2: only the attention sink at the first position is "
+    "linear."
 )
 COSTS = (
-    " Below, on a log scale: how far the predictions move when a map replaces this block alone (filled), and "
-    "with plain least squares where the map keeps hidden units (open)."
+    " A long line between two costs: plain least squares fits the sink alone, and a few hidden units kept "
+    "beside the matrix repair it."
 )
-EXPECTED = " Below, on a log scale: what a swap is expected to cost, from the profile alone."
-UNTRAINED = " Grey: the range of the same architecture untrained."
+EXPECTED = " Costs are estimates from the profile alone."
+UNTRAINED = " Grey bands: the range of the same architecture untrained."
 EDGE = " Triangles at an edge lie beyond it."
 COLUMNS = (
     *("run", "block", "R2", "se", "body", "scalar"),
@@ -92,7 +92,7 @@ class Sheet:
 
 
 def _depths(runs: Sequence[Run], width: float) -> Scale:
-    right = width - (64 if width == NARROW else 92)
+    right = width - (78 if width == NARROW else 92)
     if _relative(runs):
         return Scale(-0.02, 1.02, LEFT, right)
     indices = [b.index for run in runs for b in run.blocks]
@@ -126,7 +126,8 @@ def _r2_panel(sheet: Sheet, runs: Sequence[Run], last: bool) -> None:
     panel.zones((LOW_R2, HIGH_R2), zones)
     for run in runs:
         _r2(sheet, panel, run, _relative(runs))
-    _name_r2(panel, runs, _relative(runs))
+    if not sheet.several:  # labels of several runs would overlap
+        _name_r2(panel, runs[0])
 
 
 def _r2(sheet: Sheet, panel: Panel, run: Run, relative: bool) -> None:
@@ -154,20 +155,16 @@ def _r2(sheet: Sheet, panel: Panel, run: Run, relative: bool) -> None:
         run_dot(panel, run, (x, b.r2), about, **look)
 
 
-def _name_r2(panel: Panel, runs: Sequence[Run], relative: bool) -> None:
+def _name_r2(panel: Panel, run: Run) -> None:
     """Names the blocks with the highest and the lowest R2, and those that only a sink makes linear."""
-    for run in runs:
-        named = [max(run.blocks, key=lambda b: b.r2)] if run.blocks else []
-        named += [b for b in run.blocks if b.kind == "first-position only"]
-        texts = [(b, -10.0) for b in dict.fromkeys(b.index for b in named)]
-        if run.blocks:
-            texts.append((min(run.blocks, key=lambda b: b.r2).index, 19.0))
-        r2 = {b.index: b.r2 for b in run.blocks}
-        places = []
-        for index, away in texts:
-            x, y = panel.at(run.depth(index, relative), r2[index])
-            places.append(((x, y + away), f"block {index}"))
-        panel.canvas.labels(places, run.part, anchor="middle")
+    low, high = (pick(run.blocks, key=lambda b: b.r2) for pick in (min, max))
+    sinks = [b for b in run.blocks if b.kind == "first-position only" and b.index != high.index]
+    places = []
+    for b in (high, *sinks, low):
+        x, y = panel.at(b.index, b.r2)
+        away = 19 if b is low else -10
+        places.append(((x, y + away), f"block {b.index}: {number(b.r2, 2)}"))
+    _label(panel, run, places)
 
 
 def _untrained(panel: Panel, run: Run, relative: bool) -> None:
@@ -203,13 +200,15 @@ def _cost_panel(sheet: Sheet, runs: Sequence[Run], swapped: bool) -> None:
     known = [c for s in swaps for c in (s.kl, s.kl_plain if s.units else None)]
     if not swapped:
         known = [b.expected_kl for run in runs for b in run.blocks]
-    low, high = cost_ends([*known, safe / 1.3, 1.3 * limits[1]])
+    low, high = cost_ends([*known, safe / 1.6, 1.6 * limits[1]])
     entries = [Entry("expected from the profile, not measured", "muted", line=None, open=True)]
     if swapped:
         entries = [
             Entry("measured ± standard error", "muted", line=None),
             Entry("plain least squares, no hidden units kept", "muted", line=None, open=True),
         ]
+        if not sheet.several and UNDECIDED in words(runs[0]).values():
+            entries.append(Entry(UNDECIDED, UNDECIDED, line=None))
     title, height = "Cost of replacing it: KL, nats per token", 150 if sheet.narrow else 200
     panel = sheet.panel(title, entries, height, Scale(low, high, 0, 1, log=True))
     panel.frame(_axis(runs))
@@ -225,7 +224,8 @@ def _cost_panel(sheet: Sheet, runs: Sequence[Run], swapped: bool) -> None:
                 shown = _expected(sheet, panel, run, b, x, colour)
             if shown is not None:
                 named[b.index] = shown
-        _name_costs(panel, run, named, _relative(runs))
+        if not sheet.several:
+            _name_costs(panel, run, named)
 
 
 def _cost(
@@ -260,16 +260,26 @@ def _expected(
     return cost
 
 
-def _name_costs(panel: Panel, run: Run, costs: dict[int, float], relative: bool) -> None:
+def _name_costs(panel: Panel, run: Run, costs: dict[int, float]) -> None:
     """Names the cheapest and the costliest block."""
     if not costs:
         return
     places = []
     for pick, away in ((max, -10.0), (min, 19.0)):
         index = pick(costs, key=lambda i: costs[i])
-        x, y = panel.at(run.depth(index, relative), costs[index])
-        places.append(((x, y + away), f"block {index}"))
-    panel.canvas.labels(places, run.part, anchor="middle")
+        x, y = panel.at(index, costs[index])
+        places.append(((x, y + away), f"block {index}: {compact(costs[index])}"))
+    _label(panel, run, places)
+
+
+def _label(panel: Panel, run: Run, places: Sequence[tuple[Point, str]]) -> None:
+    """Labels in the middle of their places, but inside the panel."""
+    left, right = panel.x.start, panel.x.end
+    inside = []
+    for (x, y), text in places:
+        half = 3.1 * len(text) + 4
+        inside.append(((min(max(x, left + half), right - half), y), text))
+    panel.canvas.labels(inside, run.part, anchor="middle")
 
 
 def _row(run: Run, b: BlockProfile) -> tuple[object, ...]:
