@@ -86,19 +86,26 @@ def meaning() -> Markup:
 
 
 def where(runs: Sequence[Run]) -> Markup | None:
+    several = len(runs) > 1
     rows = [
-        tag("tr", tag("td", run.name, class_="words"), *cells, class_=f"r{i}")
+        tag(
+            "tr",
+            *([tag("td", run.name, class_="words")] if several else []),
+            *cells,
+            class_=f"r{i}",
+        )
         for i, run in enumerate(runs)
         for p in run.probes.values()
         if (cells := _cells(p))
     ]
     if not rows:
         return None
-    names = ("run", "block", "first position, % of residual", "% of rows", "tokens")
+    names = ("block", "first position, % of residual", "% of rows", "tokens")
+    names = ("run", *names) if several else names
     head = tag("tr", *(tag("th", n, scope="col", class_="words") for n in names))
     title = "Where the residual is large"
     wide = scrolled(table(head, rows), title)
-    return tag("section", tag("h2", title), tag("p", WHERE, class_="reading"), wide)
+    return tag("section", tag("h2", title), tag("p", WHERE, class_="reading"), wide, id="where")
 
 
 def _cells(p: BlockProbe) -> list[Markup]:
