@@ -259,7 +259,7 @@ def test_everything_is_there_without_scripting(visit):
     tab.locator("#profile summary").click()
     assert tab.locator("#profile details td").first.is_visible()
     tab.get_by_label("one scalar mean").check()
-    assert tab.locator("#profile svg .scalar").first.is_visible()
+    assert tab.locator("#profile svg .r0.scalar").first.is_visible()
 
 
 def test_strange_names_are_shown_as_text(visit):

@@ -100,8 +100,8 @@ def where(runs: Sequence[Run]) -> Markup | None:
     ]
     if not rows:
         return None
-    names = ("block", "first position, % of residual", "% of rows", "tokens")
-    names = ("run", *names) if several else names
+    names = ["run"] if several else []
+    names += ["block", "first position, % of residual", "% of rows", "tokens"]
     head = tag("tr", *(tag("th", n, scope="col", class_="words") for n in names))
     title = "Where the residual is large"
     wide = scrolled(table(head, rows), title)

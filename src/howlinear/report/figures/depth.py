@@ -158,12 +158,15 @@ def _r2(sheet: Sheet, panel: Panel, run: Run, relative: bool) -> None:
 def _name_r2(panel: Panel, run: Run) -> None:
     """Names the blocks with the highest and the lowest R2, and those that only a sink makes linear."""
     low, high = (pick(run.blocks, key=lambda b: b.r2) for pick in (min, max))
-    sinks = [b for b in run.blocks if b.kind == "first-position only" and b.index != high.index]
+    named = [(high, high.r2, -10), (low, low.r2, 19)]
+    for b in run.blocks:
+        body = finite(b.r2_body)
+        if b.kind == "first-position only" and body is not None:
+            named.append((b, body, 19))
     places = []
-    for b in (high, *sinks, low):
-        x, y = panel.at(b.index, b.r2)
-        away = 19 if b is low else -10
-        places.append(((x, y + away), f"block {b.index}: {number(b.r2, 2)}"))
+    for b, r2, away in named:
+        x, y = panel.at(b.index, r2)
+        places.append(((x, y + away), f"block {b.index}: {number(r2, 2)}"))
     _label(panel, run, places)
 
 
