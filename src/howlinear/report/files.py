@@ -1,4 +1,4 @@
-"""Figures as files: SVG and the numbers as CSV; PNG and PDF too where typst is installed (extra `plot`).
+"""Figures as files: SVG and the numbers as CSV; PNG and PDF too where typst is installed.
 
 write_figures(figures, "figures")   # figures/profile.svg, figures/profile.csv, ...
 """

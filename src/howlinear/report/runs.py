@@ -13,11 +13,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
-from howlinear.records.words import finite, ranges, short_names
+from howlinear.records.words import finite, ranges, short_names, title
 from howlinear.run.folder import COURSE, RunFolder, records_of
 
 UNTRAINED = "control-random-init"
@@ -57,9 +57,8 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The model's name; of an absolute path its last part."""
-        path = PureWindowsPath(self.model)  # knows both kinds of slashes and drives
-        return path.name if path.root and path.name else self.model
+        """The model's name, without folders where it is an absolute path."""
+        return title(self.model)
 
     def depth(self, index: int, relative: bool) -> float:
         """A block's place on the axis: its index, or from 0 to 1 beside runs of other depths."""

@@ -17,14 +17,14 @@ from howlinear.report.styles import SHADES
 from howlinear.report.verdicts import ESTIMATED, LOOKS, MEASURED, SAFE_WORDS, words
 
 MEANINGS = {
-    "safe": "safe: below {safe:.3g} nats per token",
+    "safe": "safe: below {safe:.3g} nats",
     "safe with units": "safe with hidden units kept",
-    "some cost": "some cost: {safe:.3g} to {costly:.3g}",
-    "costly": "costly: from {costly:.3g} on",
+    "some cost": "some cost: {safe:.3g} to {costly:.3g} nats",
+    "costly": "costly: from {costly:.3g} nats on",
     "undecided": "undecided: the interval holds a limit",
-    "likely safe": "likely safe: expected below {safe:.3g} nats per token",
-    "likely some cost": "likely some cost: {safe:.3g} to {costly:.3g}",
-    "likely costly": "likely costly: from {costly:.3g} on",
+    "likely safe": "likely safe: expected below {safe:.3g} nats",
+    "likely some cost": "likely some cost: {safe:.3g} to {costly:.3g} nats",
+    "likely costly": "likely costly: from {costly:.3g} nats on",
     "not measured": "not measured",
 }
 
