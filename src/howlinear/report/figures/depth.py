@@ -127,7 +127,7 @@ def _r2_panel(sheet: Sheet, runs: Sequence[Run], last: bool) -> None:
     for run in runs:
         _r2(sheet, panel, run, _relative(runs))
     if not sheet.several:  # labels of several runs would overlap
-        _name_r2(panel, runs[0])
+        _name_r2(panel, runs[0], sinks=not sheet.narrow)
 
 
 def _r2(sheet: Sheet, panel: Panel, run: Run, relative: bool) -> None:
@@ -155,13 +155,13 @@ def _r2(sheet: Sheet, panel: Panel, run: Run, relative: bool) -> None:
         run_dot(panel, run, (x, b.r2), about, **look)
 
 
-def _name_r2(panel: Panel, run: Run) -> None:
-    """Names the blocks with the highest and the lowest R2, and those that only a sink makes linear."""
+def _name_r2(panel: Panel, run: Run, sinks: bool) -> None:
+    """Names the blocks with the highest and the lowest R2; with `sinks`, those that only a sink makes linear."""
     low, high = (pick(run.blocks, key=lambda b: b.r2) for pick in (min, max))
     named = [(high, high.r2, -10), (low, low.r2, 19)]
     for b in run.blocks:
         body = finite(b.r2_body)
-        if b.kind == "first-position only" and body is not None:
+        if sinks and b.kind == "first-position only" and body is not None:
             named.append((b, body, 19))
     places = []
     for b, r2, away in named:
