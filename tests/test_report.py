@@ -692,7 +692,9 @@ def test_files_of_figures(made, tmp_path):
         root = ElementTree.parse(tmp_path / "figures" / f"{f.name}.svg").getroot()
         space = "{http://www.w3.org/2000/svg}"
         drawn = [e for e in root if e.tag not in (f"{space}title", f"{space}style")]
-        assert len(drawn) == len(f.canvas.marks) + 1  # and the ground
+        (canvas,) = drawings(f).values()
+        assert len(drawn) == len(canvas.marks) + 1  # and the ground
+        assert not any("scalar" in mark.part.split() for mark in canvas.marks)  # hidden at first
         head = (tmp_path / "figures" / f"{f.name}.png").read_bytes()[:24]
         size = [int.from_bytes(head[i : i + 4], "big") for i in (16, 20)]
         assert size == pytest.approx([2 * f.canvas.width, 2 * f.canvas.height], abs=1)
