@@ -64,7 +64,8 @@ def fitted_maps(model, name):
     if tiny.TINY[name].auto != "AutoModelForCausalLM" and name != "gemma3":
         return drawn_maps(model, bias)
     every = blocks(model)
-    return Refitter(model, every, IDS, intercept=bias).refit(dict.fromkeys(every, (0, KEPT)))
+    fitter = Refitter(model, every, IDS, intercept=bias, units_only=True)
+    return fitter.refit(dict.fromkeys(every, (0, KEPT)))
 
 
 def output(model, name):
