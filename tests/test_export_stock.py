@@ -170,9 +170,9 @@ def test_settings_of_generation_are_written_as_they_came(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", r"bloom has no setting for the width of block 0 .*: use --export hf"),
-        ("mpt", r"mpt has no setting for the width of block 0 .*: use --export hf"),
-        ("mixtral", r"block 0 .* has no plain hidden units that stock could keep: use --export hf"),
+        ("bloom", r"bloom has no setting for the width of block 0 .*: use `kind=.hf.`"),
+        ("mpt", r"mpt has no setting for the width of block 0 .*: use `kind=.hf.`"),
+        ("mixtral", r"block 0 .* has no plain hidden units that stock could keep: use `kind=.hf.`"),
         ("qwen2_moe", r"block 1 .* has no plain hidden units"),
     ],
 )

@@ -152,8 +152,7 @@ def compress_model(
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()
-    every = [b for b, _ in match(model, run, None)]
-    ids = as_windows(fit).all_ids
+    every, ids = [b for b, _ in match(model, run, None)], as_windows(fit).all_ids
     sizes = Sizes(model, every, settings.target)
     settings = _even(settings, sizes) if sizes.even else settings
     fitter = Refitter(model, every, ids, intercept=settings.intercept, work=work)
