@@ -60,7 +60,9 @@ def flags(command: Any) -> set[str]:
 
 
 def _walk(prefix: str, command: Any) -> Iterator[tuple[str, Any]]:
-    for name, inner in getattr(command, "commands", {}).items():
+    named = getattr(command, "commands", {})
+    for name in command.list_commands(None) if named else ():  # in the order of --help
+        inner = named[name]
         if hasattr(inner, "commands"):
             yield from _walk(f"{prefix}{name} ", inner)
         else:
@@ -71,7 +73,7 @@ def _paste(kind: str, *names: str) -> str:
     if kind == "options":
         return _options(" ".join(names))
     if kind == "commands":
-        return "\n".join(_listed(name, command) for name, command in sorted(commands().items()))
+        return "\n".join(_listed(name, command) for name, command in commands().items())
     if kind == "api":
         return "\n\n".join(_api(name) for name in names)
     if kind == "families":

@@ -158,5 +158,5 @@ def little(wikitext, tmp_path_factory):
     common = ("--text-file", folder / "text.txt", "--tokens", "8192", "--max-length", "64")
     done = inside("profile", folder / "model", *common, "-o", folder / "run")
     assert done.returncode == 0, done.stderr
-    assert "`howlinear swap RUN` measures what a swap costs" in done.stdout
+    assert f"`howlinear swap {folder / 'run'}` measures what a swap costs" in done.stdout
     return folder

@@ -68,9 +68,11 @@ def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_p
 
 def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_path, reloaded_here):
     dense = (little / "model" / "model.safetensors").stat().st_size
-    out, wanted = tmp_path / "small", int(0.96 * dense)
-    squeezed("-o", out, "--target-size", wanted)
-    assert 0.9 * wanted < (out / "model.safetensors").stat().st_size <= wanted
+    wanted = int(0.96 * dense)
+    for export in ("hf", "stock"):
+        out = tmp_path / export
+        squeezed("-o", out, "--target-size", wanted, "--export", export)
+        assert 0.9 * wanted < (out / "model.safetensors").stat().st_size <= wanted
     for flags, why in (
         (["--target-size", "small"], "is not a size"),
         (["--speedup", "0.9"], "above 1"),

@@ -251,9 +251,9 @@ def test_plans_that_a_stock_model_cannot_hold_are_refused(run, tmp_path):
         ({"at": "0"}, "one width: replace all 3 blocks"),
         ({"plan": [BlockPlan(i, p, 0, 8 + i) for i, p in enumerate(paths)]}, "one width"),
         ({"plan": [BlockPlan(i, p, 2, 8) for i, p in enumerate(paths)]}, "holds no matrix"),
-        ({"budget": Budget(parameters=0.3), "rank": "full"}, "leave out `rank`"),
+        ({"budget": Budget(parameters=0.3), "rank": "full"}, "leave out .rank"),
     ):
-        with pytest.raises(ValueError, match=rf'{why}.* use `kind="hf"`'):
+        with pytest.raises(ValueError, match=rf"{why}.* use .kind=.hf."):
             squeezed(run, target="stock", **wrong)
     profile(sharpened("llama"), FIT, at="0-1", batch_size=50).save(tmp_path)
     with pytest.raises(ValueError, match=r"not measured block 2 .*profile all blocks"):

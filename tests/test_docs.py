@@ -23,6 +23,7 @@ from howlinear.records.fields import (
     ExpertSwap,
 )
 from howlinear.records.verdicts import KINDS, kind_of
+from howlinear.report.sections import CITATION
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -178,9 +179,42 @@ def test_commands_that_do_not_exist_are_found():
     assert typed("run `howlinear swap\nRUN --units 1` now") == ["swap RUN --units 1"]
 
 
-def test_the_readme_shows_every_command():
-    shown = {" ".join(line.split()[:2]) for line in typed(README.read_text())}
+def test_the_index_has_an_example_of_every_command():
+    shown = {
+        " ".join(line.split()[:2]) for line in typed((ROOT / "docs" / "README.md").read_text())
+    }
     assert [c for c in COMMANDS if not any(f"{s} ".startswith(f"{c} ") for s in shown)] == []
+
+
+def test_the_readme_and_the_help_name_every_command_in_the_order_of_work():
+    named = list(dict.fromkeys(line.split()[0] for line in typed(README.read_text())))
+    assert named[:4] == ["profile", "swap", "report", "compress"]
+    assert sorted(named) == sorted({c.split()[0] for c in COMMANDS})
+    assert list(dict.fromkeys(c.split()[0] for c in COMMANDS)) == [
+        *("profile", "swap", "report", "compress", "probe", "compare", "control", "merge"),
+        *("reproduce", "bench"),
+    ]
+
+
+def test_the_readme_is_short():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
+
+
+def test_the_citations_agree():
+    cff, readme = (ROOT / "CITATION.cff").read_text(), README.read_text()
+    (title,) = re.findall(r"title = \{(.+?)\}", readme)
+    assert f"version: {howlinear.__version__}\n" in cff
+    for text in (cff, readme, CITATION):
+        assert title in " ".join(text.split())
+        assert "2606.19379" in text
+        assert "Stuart" in text
+
+
+def test_nobody_is_told_to_install_from_an_index_where_it_is_not():
+    places = [*(ROOT / "src").rglob("*.py"), *PAGES, *(ROOT / "benchmarks").glob("*.py")]
+    assert [p for p in places if re.search(r"pip install \W?howlinear\b", p.read_text())] == []
 
 
 # ------------------------------------------------------------------------------------- pages

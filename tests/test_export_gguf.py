@@ -213,6 +213,12 @@ def qwen(tmp_path_factory):
     return path
 
 
+def kept_half(net):
+    """32 of 64 hidden units of each block, fitted."""
+    shapes = dict.fromkeys(blocks(net), (0, 32))
+    return Refitter(net, blocks(net), IDS, intercept=False).refit(shapes)
+
+
 # relative to a weight's standard deviation: half a unit in the last place; of q8_0, the largest of 32
 # (3 deviations) / 127 / sqrt(12)
 ROUNDING = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 3 / 440, "source": 2**-20}
@@ -223,9 +229,7 @@ def test_another_family_keeps_its_architecture(kind, qwen, tmp_path):
     net = load(str(qwen))[0]
     export_write.check_exportable(net, "gguf", qwen)
     assert export_write.plan_target(net, "gguf", qwen) == "stock"
-    maps = Refitter(net, blocks(net), IDS, intercept=False).refit(
-        dict.fromkeys(blocks(net), (0, 32))
-    )
+    maps = kept_half(net)
     with swapped(net, maps):
         want = logits(net)
     assert (logits(net) - want).norm() > 0.1 * want.norm()  # a real change
@@ -250,9 +254,7 @@ def test_another_family_keeps_its_architecture(kind, qwen, tmp_path):
 
 def test_a_changed_byte_of_another_family_is_noticed(qwen, tmp_path):
     net = load(str(qwen))[0]
-    maps = Refitter(net, blocks(net), IDS, intercept=False).refit(
-        dict.fromkeys(blocks(net), (0, 32))
-    )
+    maps = kept_half(net)
     small, path = with_one_width(net, maps), tmp_path / "model.gguf"
     write_family(small, path, "f16", Source.of(qwen))
     check_family_file(path, small, Source.of(qwen))
@@ -285,3 +287,22 @@ def test_llama_cpp_computes_the_same(model, packed, tmp_path):
     assert [answers[i].most_likely for i in known] == want[known].argmax(-1).tolist()
     assert sum(theirs) == pytest.approx(sum(ours), rel=1e-4)  # and so perplexity
     assert len({round(value, 3) for value in theirs}) > 20
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp")
+def test_llama_cpp_computes_the_same_of_another_family(qwen, tmp_path):
+    from howlinear.export.llama_cpp import LlamaCpp
+
+    net = load(str(qwen))[0]
+    small, path = with_one_width(net, kept_half(net)), tmp_path / "model.gguf"
+    write_family(small, path, "f16", Source.of(qwen))
+    ids = (IDS[0] % 94).tolist()
+    with torch.no_grad():
+        want, other = (
+            m(torch.tensor([ids])).logits[0].log_softmax(-1) for m in (read_back(path), net)
+        )
+    with LlamaCpp.start(path, length=len(ids)) as engine:
+        theirs = torch.tensor([a.log_probability for a in engine.log_probabilities(ids)])
+    ours, original = (p[range(len(ids) - 1), ids[1:]] for p in (want, other))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=5e-3)
+    assert (theirs - original).abs().max() > 0.1  # of the model before

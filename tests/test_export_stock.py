@@ -170,9 +170,9 @@ def test_settings_of_generation_are_written_as_they_came(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", r"bloom has no setting for the width of block 0 .*: use `kind=.hf.`"),
-        ("mpt", r"mpt has no setting for the width of block 0 .*: use `kind=.hf.`"),
-        ("mixtral", r"block 0 .* has no plain hidden units that stock could keep: use `kind=.hf.`"),
+        ("bloom", r"bloom has no setting for the width of block 0 .*: use .kind=.hf."),
+        ("mpt", r"mpt has no setting for the width of block 0 .*: use .kind=.hf."),
+        ("mixtral", r"block 0 .* has no plain hidden units that stock could keep: use .kind=.hf."),
         ("qwen2_moe", r"block 1 .* has no plain hidden units"),
     ],
 )
@@ -194,7 +194,7 @@ def test_maps_of_other_shapes_are_refused():
     first, second = blocks(model)
     maps = drawn_maps(model)
     matrix = Affine(torch.randn(16, 16), torch.zeros(16), 16)
-    with pytest.raises(ValueError, match=r'block 1 .* hidden units and no matrix; use `kind="hf"`'):
+    with pytest.raises(ValueError, match=r"block 1 .* hidden units and no matrix; use .kind=.hf."):
         with_one_width(model, maps | {second: matrix})
     fewer = UnitMap(maps[second].affine, (1, 2), torch.ones(16, 2), taken(model, second, (1, 2)))
     for unequal in (maps | {second: fewer}, {first: maps[first]}):

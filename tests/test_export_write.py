@@ -119,7 +119,7 @@ def test_the_whole_way(kind, tmp_path, request):
     if kind == "hf":
         assert told["parameters"] == result.parameters - result.removed
     elif kind == "stock":
-        few = "vLLM on CPUs has no attention for heads of 4: use --export gguf and llama.cpp there"
+        few = "vLLM on CPUs has no attention for heads of 4; llama.cpp runs a gguf export"
         assert told["notes"] == ["hidden units of each block: 8", few]
     assert told["tensor_bytes"] == 2 * told["parameters"]
     assert told["bytes_before"] == 2 * result.parameters
@@ -196,8 +196,8 @@ def test_an_interrupt_leaves_nothing(moment, tmp_path, monkeypatch):
 
 
 REFUSED = {
-    "stock": ("bloom", "no setting for the width.*use --export hf"),
-    "nemotron-nas": ("qwen2", "no llama and no mistral.*use --export stock or hf"),
+    "stock": ("bloom", "no setting for the width.*use .kind=.hf."),
+    "nemotron-nas": ("qwen2", "no llama and no mistral.*use .kind=.stock.. or hf"),
 }
 
 
@@ -224,7 +224,7 @@ def test_each_kind_is_checked_by_its_own_rules():
 
 def test_limits_of_engines_are_known_beforehand():
     (limit,) = export_write.engine_limits(made("qwen3"), "stock")
-    assert "heads of 8: use --export gguf" in limit
+    assert "heads of 8; llama.cpp runs" in limit
     assert export_write.engine_limits(made("qwen3", head_dim=64), "stock") == []
     assert export_write.engine_limits(made("qwen3"), "hf") == []
 

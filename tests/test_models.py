@@ -44,7 +44,7 @@ IDS = torch.arange(20)[None] + 60
 
 needs_gguf = pytest.mark.skipif(
     not (importlib.util.find_spec("gguf") and importlib.util.find_spec("accelerate")),
-    reason="needs `pip install 'howlinear[gguf]'`",
+    reason="needs `pip install gguf accelerate`",
 )
 
 
@@ -425,8 +425,7 @@ def test_missing_packages_are_named(gguf_file, monkeypatch):
         importlib.util, "find_spec", lambda n: None if n == "accelerate" else find(n)
     )
     line = complaint(str(gguf_file))
-    assert "accelerate" in line
-    assert "pip install 'howlinear[gguf]'" in line
+    assert "pip install accelerate`" in line
 
 
 def test_missing_builtin_gives_the_one_command(monkeypatch):

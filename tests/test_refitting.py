@@ -114,6 +114,22 @@ def test_units_are_the_blocks_own_and_shapes_are_kept():
         assert model(input_ids=WINDOWS[:2]).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("intercept", [True, False])
+def test_a_survey_of_units_alone_need_not_read_x(intercept):
+    model = tiny.model("gpt2")
+    at, maps = blocks(model), []
+    for units_only in (False, True):
+        fitter = Refitter(model, at, WINDOWS, intercept=intercept, units_only=units_only)
+        maps.append(fitter.survey({b: [(0, 24)] for b in at}))
+    for block in at:
+        (whole,), (alone,) = (each[block] for each in maps)
+        assert alone.units == whole.units
+        assert alone.d_in == whole.d_in == block.d_in
+        torch.testing.assert_close(alone.write, whole.write, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(alone.affine.bias, whole.affine.bias, rtol=1e-4, atol=1e-5)
+        assert bool(alone.affine.bias.any()) == intercept
+
+
 def test_a_block_with_all_its_units_is_the_block():
     model = tiny.model("llama")
     at = blocks(model)

@@ -288,7 +288,7 @@ def offline(tmp_path, monkeypatch):
 def test_mistakes_name_the_way_out(tmp_path, offline, complaint):
     line = complaint("reproduce", "pythia-160m")
     assert "EleutherAI/pythia-160m: not in the cache and the hub cannot be reached" in line
-    assert "`howlinear profile FOLDER --protocol paper -o RUN`" in line
+    assert "`howlinear profile FOLDER --protocol paper -o runs/paper`" in line
     assert "is a model: run `howlinear profile" in complaint("reproduce", TRAINED / "gpt2")
     assert "none of the paper's models" in complaint("reproduce", "gpt3")
     assert "drop -o" in complaint("reproduce", planted(tmp_path / "run"), "-o", "other")

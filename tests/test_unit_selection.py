@@ -75,6 +75,18 @@ def test_a_fit_without_intercept_goes_through_the_origin(data):
     np.testing.assert_allclose(fitted.weight.numpy(), want.T, rtol=1e-9)
 
 
+def test_units_alone_are_fitted_without_intercept_too(data):
+    _, h, y, weight, rows = data
+    fitted = joint_map(rows, D, (3, 0), 0, Units((3, 0)), intercept=False)
+    assert not fitted.affine.bias.any()
+    root = weight.sqrt()[:, None]
+    kept = h[:, [3, 0]]
+    want = np.linalg.lstsq((kept * root).numpy(), (y * root).numpy(), rcond=None)[0]
+    np.testing.assert_allclose(fitted.write.numpy(), want.T, rtol=1e-9)
+    with_one = joint_map(rows, D, (3, 0), 0, Units((3, 0)))
+    assert (with_one.write - fitted.write).abs().max() > 1e-3  # y has a mean
+
+
 @pytest.mark.parametrize("units", [(), (1, 3)])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_no_matrix_of_the_same_rank_does_better(data, units, rank):

@@ -10,8 +10,8 @@ from typer import Argument, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, show
-from howlinear.cli.printer import Column, or_dash, print_table, write, write_notes
-from howlinear.records.words import bar, between, correlation, number, with_se
+from howlinear.cli.printer import Column, cut, or_dash, print_table, write, write_notes
+from howlinear.records.words import bar, between, correlation, number, strip, title, with_se
 
 
 def compare(
@@ -47,8 +47,9 @@ def show_comparison(console: Console, data: dict[str, Any], blocks: list[dict[st
     names = [run["name"] for run in data["runs"]]
     for name, run in zip(names, data["runs"], strict=True):
         model, text = run["model"] or {}, run["corpus"] or {}
-        line = f"{name}: {model.get('id', '?')}, {text.get('name', '?')}"
+        line = f"{name}: {title(model.get('id', '?'))}, {text.get('name', '?')}"
         write(console, line, width=console.width)
+    _show_strips(console, names, blocks)
     bars = len(names) * (BAR + 13) <= console.width - 3
     columns = [_run_column(name, i, bars) for i, name in enumerate(names)]
     print_table(console, (Column("#", "index"), *columns), blocks)
@@ -58,6 +59,18 @@ def show_comparison(console: Console, data: dict[str, Any], blocks: list[dict[st
         write(console)
         print_table(console, CROSSED, data["crossed"])
     write_notes(console, data["notes"])
+
+
+def _show_strips(console: Console, names: list[str], blocks: list[dict[str, Any]]) -> None:
+    """A line for each run, with a character for each block as high as its R2; long ones are wrapped."""
+    label = min(max(map(len, names)), console.width // 3)
+    wide = max(console.width - label - 1, 10)
+    for start in range(0, len(blocks), wide):
+        part = blocks[start : start + wide]
+        for i, name in enumerate(names):
+            r2 = [None if b["runs"][i] is None else b["runs"][i]["r2"] for b in part]
+            write(console, f"{cut(name, label):{label}} {strip(r2)}", width=console.width)
+    write(console, "R2 over depth: one character a block, the highest is 1", width=console.width)
 
 
 def _run_column(name: str, i: int, bars: bool) -> Column:

@@ -102,8 +102,8 @@ def compress(
     source = RunSource(run, model, text_file)
     goals = _goals(target_size, speedup, export)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
-    settings = _settings(rank, keep_units, curve)
-    source.check_blocks(blocks)
+    settings = _settings(rank, keep_units, curve, export)
+    source.check_blocks(blocks, every=export == "stock")
     others = source.other_texts(also_fit or [])
     source.folder.check_addable("plan", "compress")
     exported = _checked_out(out, dry_run)
@@ -155,11 +155,13 @@ def _target(net: Any, export: str, model: str | None, out: Path | None) -> str:
     return plan_target(net, export, model)
 
 
-def _settings(rank: str, keep_units: str, curve: str | None) -> dict[str, Any]:
+def _settings(rank: str, keep_units: str, curve: str | None, export: str) -> dict[str, Any]:
     """Fields of `CompressSettings`."""
     shares = [flags.share_of(part, "--curve", most=1) for part in curve.split(",")] if curve else ()
     matrix_rank = flags.number_or(rank, "--rank", "auto", "full")
     units = flags.number_or(keep_units, "--keep-units", "auto")
+    if export == "stock" and matrix_rank not in ("auto", 0):
+        raise ValueError("a stock block holds no matrix: leave out --rank, or use --export hf")
     return {"curve": shares, "rank": matrix_rank, "units": units}
 
 

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from howlinear.cli import flags
 from howlinear.cli.output import made_by, progress_bars, show
-from howlinear.cli.profile_table import show_profile
+from howlinear.cli.profile_table import next_step, show_profile
 from howlinear.run import room
 
 
@@ -33,4 +33,5 @@ def merge(
     with progress_bars() as begin:
         result = merge_runs(runs, out, begin("solving", 0), overwrite=overwrite)
     result.about.update(made_by())
-    show(result, show_profile, out, as_json, lambda: result.save(out))
+    then = next_step(out, result.blocks)
+    show(result, show_profile, out, as_json, lambda: result.save(out), then)

@@ -39,10 +39,11 @@ def show(
     where: Path | None,
     as_json: bool,
     write: Callable[[], Any] = lambda: None,
+    then: str | None = None,
 ) -> None:
     """Write the result and print it: as one JSON document, or as a table and where its file is.
 
-    It is also printed if it cannot be written, before the error.
+    `then` is a last line: what to do next. The result is also printed if it cannot be written, before the error.
     """
     if follows():
         return
@@ -52,6 +53,8 @@ def show(
         _print(result, show_table, None, as_json)
         raise
     _print(result, show_table, where, as_json)
+    if then is not None and not as_json:
+        write_whole(terminal_console(), then)
 
 
 def _print(result: Any, show_table: Callable[..., None], where: Path | None, as_json: bool) -> None:

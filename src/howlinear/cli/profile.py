@@ -16,7 +16,7 @@ from howlinear.cli import flags
 from howlinear.cli.compare import show_comparison
 from howlinear.cli.output import follows, made_by, print_json, progress_bars, say, show
 from howlinear.cli.printer import terminal_console, write
-from howlinear.cli.profile_table import show_profile, show_shard
+from howlinear.cli.profile_table import next_step, show_profile, show_shard
 from howlinear.cli.sources import Loader, in_full, window_length
 from howlinear.records.words import duration
 from howlinear.run import room
@@ -212,7 +212,8 @@ def _profile_texts(
             windows = as_windows(fit_windows(text.fit, tokenizer, cut))
             result = _profile_text(net, at, windows, cut, about, folder, saving, ranks, as_json)
         if not several or request["shard"][1] > 1:
-            show(result, _table(request), folder, as_json)
+            then = None if result is None else next_step(folder, result.blocks)
+            show(result, _table(request), folder, as_json, then=then)
         elif ranks.rank == 0:
             _show_several(list(texts), out, as_json)
     ranks.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +24,7 @@ from howlinear.records.words import (
     plural,
     power,
     ranges,
+    title,
     with_se,
 )
 
@@ -75,7 +78,7 @@ def show_shard(console: Console, data: dict[str, Any], blocks: list[dict[str, An
 def show_profile(console: Console, data: dict[str, Any], blocks: list[BlockProfile]) -> None:
     """The table that `howlinear profile` prints."""
     model, text, settings = data["model"], data["corpus"], data["settings"]
-    write(console, f"{model['id']}, {model['dtype']}, {plural(len(blocks), 'block')}")
+    write(console, f"{title(model['id'])}, {model['dtype']}, {plural(len(blocks), 'block')}")
     scheme = f"{settings['folds']} folds" if settings["folds"] else "one 80/20 split"
     write(
         console,
@@ -149,8 +152,13 @@ def _show_expected(console: Console, blocks: list[BlockProfile]) -> None:
         write(console, f"expected cost in perplexity as one matrix: {'; '.join(groups)}")
     if guides := [b.index for b in blocks if beyond_reach(b)]:
         write(console, f"the expected cost is only a guide for {ranges(guides)}")
-    if costs:
-        write(console, "`howlinear swap RUN` measures what a swap costs")
+
+
+def next_step(folder: Path, blocks: Sequence[Any]) -> str | None:
+    """The command that measures what the profile estimates; None where it has no estimate."""
+    if not any(finite(getattr(b, "expected_kl", None)) is not None for b in blocks):
+        return None
+    return f"`{shlex.join(['howlinear', 'swap', str(folder)])}` measures what a swap costs"
 
 
 def _show_experts(console: Console, experts: list[dict[str, Any]], rows: str) -> None:

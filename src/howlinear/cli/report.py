@@ -13,7 +13,10 @@ from howlinear.cli.output import say
 
 Runs = Annotated[
     list[Path],
-    Argument(help="Run folders; several are drawn on the same axes.", metavar="RUN..."),
+    Argument(
+        help="Run folders; several have a strip each and are drawn on the same axes.",
+        metavar="RUN...",
+    ),
 ]
 Page = Annotated[
     Path | None,
@@ -22,7 +25,7 @@ Page = Annotated[
 Figures = Annotated[
     Path | None,
     Option(
-        help="Folder for the figures as SVG and CSV files; with the plot extra also PNG and PDF."
+        help="Folder for the figures as SVG and CSV files; with the package typst also PNG and PDF."
     ),
 ]
 
@@ -30,7 +33,7 @@ Figures = Annotated[
 def report(
     runs: Runs, out: Page = None, figures: Figures = None, as_json: flags.AsJson = False
 ) -> None:
-    """Write one page: figures, a verdict for every block, and how it was measured."""
+    """Write one page: a verdict for every block, figures, and how it was measured."""
     from howlinear.records import files
     from howlinear.report import draw, page, read_runs
     from howlinear.report.files import check_folder, write_figures
@@ -48,6 +51,6 @@ def report(
         print(json.dumps({"page": str(out), "figures": [str(path) for path in written]}, indent=1))
         return
     if figures is not None and not any(path.suffix == ".png" for path in written):
-        say("SVG and CSV alone: pip install 'howlinear[plot]' for PNG and PDF")
+        say("SVG and CSV alone: `pip install typst` adds PNG and PDF")
     for place in ([figures] if figures is not None else []) + [out]:
         print(place)

@@ -24,12 +24,15 @@ from howlinear.cli.printer import (
     write_whole,
 )
 from howlinear.cli.profile import profile
-from howlinear.records.words import number, plural
+from howlinear.records.words import number, plural, title
 from howlinear.report import paper
 from howlinear.report.paper import PREDICTED, Reproduction, reproduce_run
 from howlinear.run.folder import RunFolder
 
-LOCAL = "`howlinear profile FOLDER --protocol paper -o RUN`, then `howlinear reproduce RUN`"
+PAPER = "runs/paper"  # a run folder for commands that messages suggest
+LOCAL = (
+    f"`howlinear profile FOLDER --protocol paper -o {PAPER}`, then `howlinear reproduce {PAPER}`"
+)
 
 ModelOrRun = Annotated[
     str | None,
@@ -124,12 +127,14 @@ def _run_folder(source: str) -> Path:
     if RunFolder(run).has("profile"):
         return run
     if (run / "config.json").is_file() or run.suffix == ".gguf":
-        command = shlex.join(["howlinear", "profile", source, "--protocol", "paper", "-o", "RUN"])
-        raise ValueError(f"{source} is a model: run `{command}`, then `howlinear reproduce RUN`")
+        command = shlex.join(["howlinear", "profile", source, "--protocol", "paper", "-o", PAPER])
+        raise ValueError(
+            f"{source} is a model: run `{command}`, then `howlinear reproduce {PAPER}`"
+        )
     names = ", ".join(paper.paper()["models"])
     raise ValueError(
         f"{source} is no run folder and none of the paper's models ({names}): "
-        "`howlinear profile MODEL --protocol paper -o RUN` makes a run of any other"
+        f"`howlinear profile MODEL --protocol paper -o {PAPER}` makes a run of any other"
     )
 
 
@@ -206,7 +211,8 @@ def show_reproduction(console: Console, result: Reproduction) -> None:
     """One run: a table of the profile, and one of swaps and probes if they were measured."""
     model, text, settings = (result.about[part] for part in ("model", "corpus", "settings"))
     write(
-        console, f"{model.get('id')}, {plural(len(result.blocks), 'block')}, the paper's protocol"
+        console,
+        f"{title(str(model.get('id')))}, {plural(len(result.blocks), 'block')}, the paper's protocol",
     )
     write(
         console,
@@ -226,10 +232,11 @@ def show_reproduction(console: Console, result: Reproduction) -> None:
         write(console, MEANS_MORE)
     write_notes(console, result.notes)
     if "delta_ppl" not in result.measured and result.name:
+        run = shlex.quote(result.run)
         write(
             console,
-            f"to add what swaps cost: `howlinear swap RUN --tokens {PREDICTED} --all-tokens "
-            "--positions all --units 0`, then `howlinear reproduce RUN`",
+            f"to add what swaps cost: `howlinear swap {run} --tokens {PREDICTED} --all-tokens "
+            f"--positions all --units 0`, then `howlinear reproduce {run}`",
         )
     write_whole(console, f"results in {result.run}")
 

@@ -107,11 +107,13 @@ class RunSource:
         self.folder.check_model(loading.describe(self.net, self.model, self.revision))
         return self.net
 
-    def check_blocks(self, at: str | None) -> None:
-        """Refuse blocks that the run has not measured, before the model is loaded."""
+    def check_blocks(self, at: str | None, every: bool = False) -> None:
+        """Refuse blocks that the run has not measured, before the model is loaded; or fewer than `every`."""
         from howlinear.models.naming import indices_of
 
-        indices_of(at, self._paths())
+        paths = self._paths()
+        if len(indices_of(at, paths)) < len(paths) and every:
+            raise ValueError(f"a stock model has one width: replace all {len(paths)} blocks")
 
     def indices(self, text: str | None, argument: str) -> tuple[int, ...]:
         """Blocks that an argument names by indices, such as 3,5,9-12; refused if the run has others."""

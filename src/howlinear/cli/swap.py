@@ -27,6 +27,7 @@ from howlinear.records.words import (
     plural,
     ranges,
     signed,
+    title,
 )
 
 PredictedTokens = Annotated[
@@ -245,7 +246,7 @@ EXPERTS = (
 def show_swaps(console: Console, data: dict[str, Any], blocks: list[BlockSwap]) -> None:
     """The table that `howlinear swap` prints."""
     model, text, settings = data["model"], data["corpus"], data["settings"]
-    write(console, f"{model['id']}, {plural(len(blocks), 'block')}, each replaced alone")
+    write(console, f"{title(model['id'])}, {plural(len(blocks), 'block')}, each replaced alone")
     base = data["base"]  # None for a model without a language-model head
     if base is not None:
         bits = base["bits_per_byte"]

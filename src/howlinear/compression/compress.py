@@ -145,17 +145,17 @@ def compress_model(
 ) -> Compression:
     """Choose a replacement for each block of a run, fit them, and measure them; the model is unchanged.
 
-    With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity
-    may rise by 5 %. Maps are fitted on the windows `fit`, chosen by `choose` and measured on `report`.
-    A budget of perplexity is kept before healing. Where no plan meets the budget, the result is the
-    nearest plan and `unmet` says why.
+    With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity may
+    rise by 5 %, before healing. Maps are fitted on the windows `fit`, chosen by `choose` and measured on
+    `report`. Where no plan meets the budget, the result is the nearest one and `unmet` says why.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()
-    every, ids = [b for b, _ in match(model, run, None)], as_windows(fit).all_ids
+    every = [b for b, _ in match(model, run, None)]
     sizes = Sizes(model, every, settings.target)
     settings = _even(settings, sizes) if sizes.even else settings
-    fitter = Refitter(model, every, ids, intercept=settings.intercept, work=work)
+    ids, only = as_windows(fit).all_ids, {"intercept": settings.intercept, "units_only": sizes.even}
+    fitter = Refitter(model, every, ids, **only, work=work)
     losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
     if settings.heal:
         _check_healable(losses, ids, sizes.total)
@@ -205,6 +205,8 @@ def _even(settings: CompressSettings, sizes: Sizes) -> CompressSettings:
             f"a stock model has one width, and the run has not measured {sizes.others[0]}: profile all "
             'blocks, or use `kind="hf"`'
         )
+    if without := [b for b, hidden in sizes.hidden.items() if not hidden]:
+        raise ValueError(f"{without[0]} has no plain hidden units that stock could keep: {INSTEAD}")
     if settings.rank not in ("auto", 0):
         raise ValueError(f"a stock block holds no matrix: leave out `rank`, or {INSTEAD}")
     return replace(settings, rank=0, intercept=settings.intercept and sizes.biases)

@@ -67,10 +67,12 @@ class Refitter:
         *,
         intercept: bool = True,
         correction: float | None = None,
+        units_only: bool = False,
         work: Work | None = None,
     ) -> None:
-        """`correction`: the share a of all maps; None: learned, block by block."""
-        self.correction = correction
+        """`correction`: the share a of all maps; None: learned, block by block. `units_only`: maps without
+        a matrix are asked for, and a survey need not read x."""
+        self.correction, self.units_only = correction, units_only
         self.model, self.at, self.windows, self.intercept = model, list(at), windows, intercept
         self.work = work or Work()
         self.like = like(model)
@@ -97,7 +99,7 @@ class Refitter:
         maps: dict[Block, list[Map]] = {}
         for block, wanted in shapes.items():
             moments = self._all_rows(walk, block)
-            d, rests = block.d_in, self.rests[block]
+            d, rests = 0 if self.units_only else block.d_in, self.rests[block]
             for k, lower in ((ranks or {}).get(block) or {}).items():
                 beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k)))
                 rests |= {(r, k): rests[None, k] + float(beyond[r : r + 1].sum()) for r in lower}
@@ -106,6 +108,7 @@ class Refitter:
                 units = self.units_of(block, shape)
                 hidden = taken(self.model, block, units) if units else None
                 fitted = joint_map(moments, d, units, shape[0], hidden, intercept=self.intercept)
+                fitted = _of_inputs(fitted, block) if self.units_only else fitted
                 maps[block].append(fitted.to(self.like))
         return maps
 
@@ -119,10 +122,11 @@ class Refitter:
     def _all_rows(self, walk: Walk, block: Block) -> Moments:
         """Moments of [x, all hidden units] and y; keeps the orders of the units."""
         units = hidden_count(self.model, block)
-        sums = Sums(block.d_in + units, block.d_out)
+        d = 0 if self.units_only else block.d_in
+        sums = Sums(d + units, block.d_out)
 
         def receive(_: Batch, rows: Rows) -> None:
-            joint = rows.x if rows.hidden is None else torch.cat([rows.x, rows.hidden], 1)
+            joint = rows.x if rows.hidden is None else torch.cat([rows.x[:, :d], rows.hidden], 1)
             sums.update(joint, rows.y, rows.inverse_stream)
 
         walk.read(block, receive, every=units > 0)
@@ -131,7 +135,7 @@ class Refitter:
             explained = float(solve(moments)[1].square().sum() / moments.S_yy.sum())
             self.rests[block] = {(None, 0): 1 - explained}
             return moments
-        ladders = self.work.ranks.share(eliminations(moments, block.d_in))
+        ladders = self.work.ranks.share(eliminations(moments, d))
         self.ladders[block] = ladders
         self.rests[block] = {
             (rank, k): rest
@@ -239,10 +243,7 @@ class _Fit:
         fitted = joint_map(rows, d, range(k), self.rank, hidden, intercept=intercept)
         if isinstance(fitted, UnitMap):
             fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
-            if self.alone and isinstance(fitted.affine, Factored):
-                nothing = fitted.write.new_zeros(0, block.d_in)
-                fitted = replace(fitted, affine=replace(fitted.affine, into=nothing))
-        return fitted
+        return _of_inputs(fitted, block) if self.alone else fitted
 
     def outputs(self, batch: Batch) -> Tensor:
         """(n, d_out) of the map on the rows of a batch."""
@@ -252,6 +253,14 @@ class _Fit:
         x, h = joint[:, : joint.shape[1] - len(self.units)], joint[:, -len(self.units) :]
         affine = fitted.affine.bias.to(h) if self.alone else fitted.affine(x)
         return torch.addmm(affine, h, fitted.write.t().to(h))
+
+
+def _of_inputs(fitted: Map, block: Block) -> Map:
+    """A map that was fitted on hidden units alone, with the inputs of its block."""
+    assert isinstance(fitted, UnitMap)
+    assert isinstance(fitted.affine, Factored)
+    nothing = fitted.write.new_zeros(0, block.d_in)
+    return replace(fitted, affine=replace(fitted.affine, into=nothing))
 
 
 class Sums:

@@ -80,6 +80,7 @@ The file was read again and its bytes agree with the model that was measured. `h
 runs it in the engines that are installed and compares them with these bytes.
 """,
 }
+TITLES = {"stock": "fewer hidden units"}
 ENGINES = """
 Engines that read models of this class read it too. `howlinear bench . --engines` runs those that are installed and
 compares them with these weights.
@@ -130,7 +131,7 @@ def card(
         load += ENGINES
     return CARD.format(
         front=yaml_dump(front),
-        title=f"{base.rpartition('/')[2]} with linear blocks",
+        title=f"{base.rpartition('/')[2]} with {TITLES.get(kind, 'linear blocks')}",
         base=base,
         count=count,
         total=total,

@@ -82,7 +82,7 @@ def source_of(name: str | Path | None) -> Source:
     path = source_file(name)
     if path is None:
         raise ValueError(
-            f"{name} is no .gguf file, from which gguf copies tokenizer and metadata: convert it "
+            f'{name} is no .gguf file, from which `kind="gguf"` copies tokenizer and metadata: convert it '
             '(convert_hf_to_gguf.py of llama.cpp) and profile the file, or use `kind="stock"` and convert that'
         )
     return Source.of(path)

@@ -70,7 +70,7 @@ def engine_limits(model: Any, kind: str) -> list[str]:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size in VLLM_CPU_HEADS:
         return []
-    return [f"vLLM on CPUs has no attention for heads of {size}: use gguf and llama.cpp there"]
+    return [f"vLLM on CPUs has no attention for heads of {size}; llama.cpp runs a gguf export"]
 
 
 def plan_target(model: nn.Module, kind: str, source: str | Path | None = None) -> str:

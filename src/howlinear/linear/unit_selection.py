@@ -43,7 +43,7 @@ def eliminations(rows: Moments, d: int) -> tuple[Elimination, Elimination]:
     S.diagonal().add_(RIDGE)
     squares = rows.S_yy.sum()
     alone = _eliminated(S[d:, d:], S_y[d:], 0, float(squares))
-    return alone, _eliminated(S, S_y, d, float(squares))
+    return alone, _eliminated(S, S_y, d, float(squares)) if d else alone
 
 
 def _eliminated(S: Tensor, S_y: Tensor, start: int, total: float) -> Elimination:

@@ -7,7 +7,7 @@
         evaluate(model, ["arc_easy"], tokenizer)
     evaluate(model, ["mine"], tokenizer, include_path="tasks/")   # tasks of one's own
 
-Needs the extra `eval`. Returns what `lm_eval.simple_evaluate` returns.
+Needs the packages lm-eval and accelerate. Returns what `lm_eval.simple_evaluate` returns.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _harness(name: str) -> Any:
         return import_module(name)
     except ImportError as err:
         raise ValueError(
-            f"evaluate needs lm-eval ({one_line(err, 80)}): run `pip install 'howlinear[eval]'`"
+            f"evaluate needs lm-eval ({one_line(err, 80)}): run `pip install lm-eval accelerate`"
         ) from None
 
 

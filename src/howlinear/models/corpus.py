@@ -200,7 +200,7 @@ def dataset_text(
     it has only one of them). Any other split, and a dataset with "train" only, is cut as one text.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"dataset {id} needs a package: run `pip install 'howlinear[data]'`")
+        raise ValueError(f"dataset {id} needs the package datasets: run `pip install datasets`")
     import datasets
 
     try:

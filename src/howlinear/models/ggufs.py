@@ -38,7 +38,7 @@ def read_header(path: Path) -> dict[str, Any]:
     if missing := [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]:
         raise ValueError(
             f"a .gguf file needs the package {' and '.join(missing)}: "
-            "run `pip install 'howlinear[gguf]'`"
+            f"run `pip install {' '.join(missing)}`"
         )
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

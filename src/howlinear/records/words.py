@@ -5,6 +5,7 @@ signed(1234567.0)         +1.2e6
 with_se(0.8871, 0.0031)   0.887 ±.003
 count(2_320_000)          2.32M
 bar(0.53)                 █████▎
+strip([0.1, 0.5, None])   ▁▄·
 escaped("a\\x1b[31m b")    a\\x1b[31m b   (characters that are not printable become codes)
 spelled("Δ ±", "ascii")   d +-
 
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
+HEIGHTS = "▁▂▃▄▅▆▇█"
 EIGHTHS = ("", *"▏▎▍▌▋▊▉")
-SPELLING = {"±": "+-", "Δ": "d", "…": "...", "→": "->", "␣": "_"}
+SPELLING = {"±": "+-", "Δ": "d", "…": "...", "→": "->", "␣": "_", "·": "."}
+SPELLING |= dict(zip("▁▂▃▄▅▆▇", "..--==#", strict=True))  # heights
 SPELLING |= dict.fromkeys("▌▋▊▉█", "#") | dict.fromkeys("▏▎▍", " ")  # cells of a bar, rounded
 
 
@@ -112,6 +115,14 @@ def bar(share: float | None, cells: int = 10) -> str:
     return "█" * whole + EIGHTHS[part]
 
 
+def strip(shares: Iterable[float | None]) -> str:
+    """A character for each share from 0 to 1, as high as the share; a point for a missing number."""
+    return "".join(
+        "·" if share is None or share != share else HEIGHTS[round(7 * min(1.0, max(0.0, share)))]
+        for share in shares
+    )
+
+
 def ranges(indices: Iterable[int]) -> str:
     """3,5,9-12, as `--blocks` takes it."""
     parts: list[list[int]] = []
@@ -166,6 +177,12 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"{paths[0]} is named twice: name different runs")
+
+
+def title(model: str) -> str:
+    """A model's name for a title: of an absolute path its last part."""
+    path = PureWindowsPath(model)  # knows both kinds of slashes, and drives
+    return path.name if path.root and path.name else model
 
 
 def escaped(text: object) -> str:

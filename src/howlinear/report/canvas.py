@@ -27,7 +27,7 @@ class Mark:
     kind: str  # line, dot, box or text
     points: tuple[Point, ...]  # a box: two corners
     colour: str
-    mode: str = ""  # words separated by blanks: dash, dots, thin, open, soft, bold, small
+    mode: str = ""  # words separated by blanks: dash, dots, thin, open, soft, bold, small, halo
     part: str = ""
     about: str = ""  # text of the tooltip
     text: str = ""
@@ -52,11 +52,12 @@ class Canvas:
 
     def labels(self, texts: Sequence[tuple[Point, str]], part: str, anchor: str = "start") -> None:
         """Small texts; one that would overlap an earlier one is left out."""
-        taken: list[Point] = []
+        taken: list[tuple[float, float, float]] = []
         for (x, y), text in texts:
-            if all(abs(x - u) > 16 or abs(y - v) > 11 for u, v in taken):
-                taken.append((x, y))
-                self.text((x, y), text, "muted", "small", part=part, anchor=anchor)
+            wide = max(16.0, 6.2 * len(text))
+            if all(abs(x - u) > (wide + w) / 2 or abs(y - v) > 11 for u, v, w in taken):
+                taken.append((x, y, wide))
+                self.text((x, y), text, "ink", "small halo", part=part, anchor=anchor)
 
     def box(self, corner: Point, other: Point, colour: str, **more: Any) -> None:
         self.marks.append(Mark("box", (corner, other), colour, **more))
@@ -89,7 +90,9 @@ class Scale:
         return self.low - slack <= value <= self.high + slack
 
     def ticks(self, count: int = 5) -> list[float]:
-        return _decades(self.low, self.high) if self.log else _round(self.low, self.high, count)
+        return (
+            _decades(self.low, self.high, count) if self.log else _round(self.low, self.high, count)
+        )
 
 
 def _round(low: float, high: float, count: int) -> list[float]:
@@ -101,13 +104,14 @@ def _round(low: float, high: float, count: int) -> list[float]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _decades(low: float, high: float) -> list[float]:
+def _decades(low: float, high: float, count: int) -> list[float]:
+    """Powers of ten, with 2 and 5 times each of them where there is room."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    many = last - first
-    within = (1, 2, 5) if many <= 2 else (1,)
-    apart = max(1, math.ceil(many / 7))
-    ticks = [m * 10.0**e for e in range(first, last + 1, apart) for m in within]
-    return [t for t in ticks if low * 0.999 <= t <= high * 1.001]
+    apart = max(1, math.ceil((last - first) / 7))
+    powers = [10.0**e for e in range(first, last + 1, apart)]
+    inside = [t for t in powers if low * 0.999 <= t <= high * 1.001]
+    finer = [t for p in powers for m in (1, 2, 5) if low * 0.999 <= (t := m * p) <= high * 1.001]
+    return finer if apart == 1 and len(finer) <= 2 * count else inside
 
 
 def reach(values: Sequence[float], *, log: bool = False, room: float = 0.06) -> tuple[float, float]:
@@ -167,6 +171,19 @@ class Panel:
             if not scale.holds(value):
                 more = {**more, "shape": ends[scale.share(value) > 0.5]}
         self.canvas.marks.append(Mark("dot", (self.at(x, y),), colour, **more))
+
+    def limit(self, y: float) -> None:
+        """A dashed line at a value that a verdict depends on."""
+        self.line([(self.x.low, y), (self.x.high, y)], "axis", "dash thin")
+
+    def zones(self, limits: Sequence[float], names: Sequence[tuple[str, str]]) -> None:
+        """Lines at the limits, and right of the panel the name and colour of each zone, from the bottom."""
+        ends = [self.y.low, *limits, self.y.high]
+        for y in limits:
+            self.limit(y)
+        for (text, colour), low, high in zip(names, ends[:-1], ends[1:], strict=True):
+            middle = (self.y(low) + self.y(high)) / 2
+            self.canvas.text((self.x.end + 8, middle + 4), text, colour, "small", anchor="start")
 
     def whisker(self, x: float, low: float, high: float, colour: str, part: str) -> None:
         """An error bar, cut at the edge of the scale."""

@@ -1,4 +1,4 @@
-"""Figures as files: SVG and the numbers as CSV; PNG and PDF too where typst is installed (extra `plot`).
+"""Figures as files: SVG and the numbers as CSV; PNG and PDF too where typst is installed.
 
 write_figures(figures, "figures")   # figures/profile.svg, figures/profile.csv, ...
 """
@@ -57,16 +57,20 @@ def check_folder(folder: Path) -> None:
 
 
 def drawings(figure: Figure) -> dict[str, Canvas]:
-    """The drawing by file name, or one drawing per choice where a page shows one at a time (spectra-b3)."""
+    """The drawing by file name, or one drawing per choice where a page shows one at a time (spectra-b3).
+
+    Parts that a page hides at first are left out.
+    """
     if not figure.one_at_a_time:
-        return {figure.name: figure.canvas}
+        off = {choice.part for choice in figure.choices if not choice.on}
+        return {figure.name: _without(figure.canvas, off)}
     parts = [choice.part for choice in figure.choices]
-    canvases = {}
-    for part in parts:
-        others = {*parts} - {part}
-        marks = [mark for mark in figure.canvas.marks if others.isdisjoint(mark.part.split())]
-        canvases[f"{figure.name}-{part}"] = replace(figure.canvas, marks=marks)
-    return canvases
+    return {f"{figure.name}-{p}": _without(figure.canvas, {*parts} - {p}) for p in parts}
+
+
+def _without(canvas: Canvas, parts: set[str]) -> Canvas:
+    marks = [mark for mark in canvas.marks if parts.isdisjoint(mark.part.split())]
+    return replace(canvas, marks=marks)
 
 
 def converted(svg: str, title: str, kind: Format, system_fonts: bool = True) -> bytes:

@@ -21,6 +21,7 @@ SHOWN = {  # columns by kind of result; other kinds show their first fields with
     "compress": "index path replaced rank parameters parameters_left",
 }
 COLUMNS, ROWS = 10, 200  # at most
+WIDTH = 780  # pixels of a drawing
 
 
 def html_of(
@@ -28,7 +29,7 @@ def html_of(
 ) -> str:
     """HTML of a result with the summary `line` and the fields `data`, with profiles to draw."""
     runs = numbered([Run(name, blocks=list(blocks)) for name, blocks in profiles])
-    drawings = (_drawing(module.draw(runs)) for module in (depth, alike))
+    drawings = (_drawing(module.draw(runs, WIDTH)) for module in (depth, alike))
     return str(tag("div", tag("p", line), *drawings, _table(data)))
 
 

@@ -1,40 +1,67 @@
 "use strict";
 document.documentElement.classList.add("scripted");
 
-// Tables: a button in each heading sorts; ties keep their order.
-const key = (row, column) => {
-  const cell = row.cells[column];
+// Tables: a button in each heading sorts blocks; ties keep their order.
+const key = (body, column) => {
+  const cell = body.rows[0].cells[column];
   return cell.dataset.v === undefined ? cell.textContent : cell.dataset.v === "" ? null : Number(cell.dataset.v);
 };
-for (const table of document.querySelectorAll("table.sortable")) {
+const tables = [...document.querySelectorAll("table.sortable")], sort = document.getElementById("sort");
+const sortBy = (table, column, down) => {
+  const headings = table.querySelectorAll("thead th");
+  for (const other of headings) other.removeAttribute("aria-sort");
+  headings[column].setAttribute("aria-sort", down ? "descending" : "ascending");
+  table.append(...[...table.tBodies].sort((a, b) => {
+    const u = key(a, column), v = key(b, column);
+    if (u === null || v === null) return (u === null) - (v === null);
+    const order = typeof u === "number" ? u - v : u.localeCompare(v);
+    return down ? -order : order;
+  }));
+};
+for (const table of tables) {
   table.querySelectorAll("thead th").forEach((heading, column) => {
-    heading.querySelector("button").addEventListener("click", () => {
-      const down = heading.getAttribute("aria-sort") === "ascending";
-      for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
-      heading.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const body = table.tBodies[0];
-      const rows = [...body.rows].sort((a, b) => {
-        const u = key(a, column), v = key(b, column);
-        if (u === null || v === null) return (u === null) - (v === null);
-        const order = typeof u === "number" ? u - v : u.localeCompare(v);
-        return down ? -order : order;
-      });
-      body.append(...rows);
-    });
+    heading.querySelector("button").addEventListener("click", () =>
+      sortBy(table, column, heading.getAttribute("aria-sort") === "ascending"));
+    if (table === tables[0]) sort.append(new Option(heading.textContent, column));
   });
 }
+if (sort) sort.addEventListener("change", () => {
+  const name = sort.selectedOptions[0].text;
+  for (const table of tables) {
+    const column = [...table.querySelectorAll("thead th")].findIndex((heading) => heading.textContent === name);
+    if (column >= 0) sortBy(table, column, false);
+  }
+});
 
-// The filter: words that a row must contain, and its verdict.
+// What is behind a verdict: closed at first; the block's number opens and closes it.
+const openers = [...document.querySelectorAll(".opener")];
+const open = (opener, wanted) => {
+  opener.setAttribute("aria-expanded", wanted);
+  document.getElementById(opener.getAttribute("aria-controls")).hidden = !wanted;
+};
+for (const opener of openers) {
+  open(opener, false);
+  opener.addEventListener("click", () => open(opener, opener.getAttribute("aria-expanded") !== "true"));
+}
+const all = document.getElementById("open-all");
+if (all) all.addEventListener("click", () => {
+  const wanted = all.getAttribute("aria-pressed") !== "true";
+  all.setAttribute("aria-pressed", wanted);
+  all.textContent = wanted ? "Close all" : "Open all";
+  for (const opener of openers) open(opener, wanted);
+});
+
+// The filter: words that a block must contain, and its verdict.
 const find = document.getElementById("find"), word = document.getElementById("word");
 const filter = () => {
   const wanted = find.value.toLowerCase().split(/\s+/).filter(Boolean);
   let shown = 0, all = 0;
-  for (const row of document.querySelectorAll("table.sortable tbody tr")) {
-    if (!row.closest(".wide").getClientRects().length) continue;  // of a run that is switched off
-    const text = row.textContent.toLowerCase();
-    row.hidden = !((!word.value || row.dataset.word === word.value) && wanted.every((w) => text.includes(w)));
+  for (const body of document.querySelectorAll("table.sortable tbody")) {
+    if (!body.closest(".wide").getClientRects().length) continue;  // of a run that is switched off
+    const text = body.textContent.toLowerCase();
+    body.hidden = !((!word.value || body.dataset.word === word.value) && wanted.every((w) => text.includes(w)));
     all += 1;
-    shown += !row.hidden;
+    shown += !body.hidden;
   }
   document.getElementById("count").textContent = `${shown} of ${all} blocks`;
 };
@@ -42,6 +69,40 @@ if (find) {
   find.addEventListener("input", filter);
   word.addEventListener("change", filter);
   for (const run of document.querySelectorAll("input[id^=on-r]")) run.addEventListener("change", filter);
+}
+
+// A cell of the strip leads to its block: shown whatever the filter is, opened, with the focus.
+const arrive = () => {
+  const body = location.hash.startsWith("#block-") && document.getElementById(location.hash.slice(1));
+  if (!body) return;
+  if (body.hidden) {
+    find.value = word.value = "";
+    filter();
+  }
+  const opener = body.querySelector(".opener");
+  open(opener, true);
+  opener.focus({ preventScroll: true });
+  body.scrollIntoView({ block: "center" });
+};
+addEventListener("hashchange", arrive);
+for (const cell of document.querySelectorAll(".strip a")) {
+  cell.addEventListener("click", () => { if (cell.hash === location.hash) arrive(); });
+}
+arrive();
+
+// Buttons that copy a text.
+for (const button of document.querySelectorAll(".copy")) {
+  const source = document.getElementById(button.dataset.of);
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+    } catch {  // no permission: select it and copy the selection
+      getSelection().selectAllChildren(source);
+      document.execCommand("copy");
+    }
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
 }
 
 // The tooltip: shown for the mark nearest to the pointer, or the one that the arrow keys select.

@@ -14,18 +14,19 @@ from importlib.resources import files
 
 from howlinear.report.block_table import block_table, filters, numbers
 from howlinear.report.canvas import Canvas, Mark
-from howlinear.report.figure import Figure, looks
+from howlinear.report.figure import WIDE, Figure, looks
 from howlinear.report.markup import Markup, cell_text, joined, json_inside, scrolled, table, tag
 from howlinear.report.runs import Run
-from howlinear.report.sections import guide, methods, summary, tiles, where
-from howlinear.report.styles import DARK, LIGHT, stylesheet, variables
+from howlinear.report.sections import citation, guide, lead, meaning, methods, where
+from howlinear.report.strip import strips
+from howlinear.report.styles import DARK, LIGHT, shades, stylesheet, variables
 from howlinear.report.svg import svg
 
 
 def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     script = _resource("page.js")
     style = _style(runs, figures)
-    title = " and ".join(dict.fromkeys(run.model for run in runs))
+    title = " and ".join(dict.fromkeys(run.title for run in runs))
     head = joined(
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
@@ -37,21 +38,18 @@ def page(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     )
     first, others, several = list(figures[:1]), list(figures[1:]), len(runs) > 1
     body = joined(
-        tag(
-            "header",
-            tag("h1", f"How linear is {title}?"),
-            *(summary(run, named=several) for run in runs),
-            _run_switches(runs),
-        ),
+        tag("header", tag("h1", f"How linear is {title}?"), lead(runs), _run_switches(runs)),
         tag(
             "main",
-            tiles(runs[0]) if len(runs) == 1 and runs[0].blocks else None,
+            strips(runs),
+            meaning(),
             *(_section(f, several) for f in first),
             _tables(runs),
-            *(_section(f, several) for f in others),
+            tag("div", *(_section(f, several) for f in others), class_="figures"),
             where(runs),
             guide(),
             methods(runs),
+            citation(),
         ),
         tag("footer", "Made by ", tag("code", "howlinear report"), ". This page fetches nothing."),
         tag("div", id="tip", class_="tip", aria_hidden="true"),
@@ -83,6 +81,7 @@ def _style(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
         f"@media (prefers-color-scheme:dark){{@media screen{{:root{{{variables(DARK)}}}}}}}",
         _resource("page.css"),
         stylesheet(),
+        shades(),
     ]
     for i in range(len(runs)):
         rules.append(f"body:has(#on-r{i}:not(:checked)) .r{i}{{display:none}}")
@@ -127,9 +126,13 @@ def _sample(i: int) -> Markup:
 
 
 def _section(f: Figure, several: bool) -> Markup:
+    label = f"{f.name}-title"
+    drawings = [svg(f.canvas, f.title, label=label, name="broad")]
+    if f.narrow is not None:
+        drawings.append(svg(f.narrow, f.title, label=f"{label}-narrow", name="narrow"))
     plot = tag(
         "div",
-        svg(f.canvas, f.title, label=f"{f.name}-title"),
+        *drawings,
         class_="plot",
         tabindex="0",
         role="group",
@@ -143,6 +146,7 @@ def _section(f: Figure, several: bool) -> Markup:
         tag("figure", plot),
         tag("details", tag("summary", "Numbers"), _numbers(f, several), class_="numbers"),
         id=f.name,
+        class_="full" if f.canvas.width >= WIDE else None,
     )
 
 
@@ -163,8 +167,8 @@ def _tables(runs: Sequence[Run]) -> Markup | None:
         return None
     return tag(
         "section",
-        tag("h2", "Block by block: which blocks can be replaced, and why"),
-        filters(),
+        tag("h2", "Block by block"),
+        filters(runs),
         *(block_table(run, i, several=len(runs) > 1) for i, run in enumerate(runs) if run.blocks),
         id="blocks",
     )

@@ -195,7 +195,8 @@ def _swap_costs(run: RunFolder, notes: list[str]) -> Values:
     fewest = min((b.tokens for b in swaps.values()), default=0)
     if fewest < PREDICTED:
         tokens = f"as few as {fewest} tokens, the paper's on about {PREDICTED}"
-        command = f"howlinear swap RUN --tokens {PREDICTED} --all-tokens"
+        folder = shlex.quote(str(run.folder))
+        command = f"howlinear swap {folder} --tokens {PREDICTED} --all-tokens"
         notes.append(f"dPPL is measured on {tokens} (`{command}`)")
     return {index: b.delta_ppl_plain for index, b in swaps.items()}
 
@@ -218,7 +219,8 @@ def _gains(run: RunFolder, blocks: list[BlockProfile], notes: list[str]) -> Valu
             gains[b.index] = gain * (1 - scalar) / (1 - r2)
     if not gains:
         flags = f"--kind bilinear --solver paper --rank {RANK}"
-        notes.append(f"probe.json is left out: it was not made by `howlinear probe RUN {flags}`")
+        command = f"howlinear probe {shlex.quote(str(run.folder))} {flags}"
+        notes.append(f"probe.json is left out: it was not made by `{command}`")
     return gains
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from howlinear.records.fields import BlockProfile
 from howlinear.records.files import SCHEMA, clean
-from howlinear.records.words import escaped, number
+from howlinear.records.words import escaped, number, title
 from howlinear.run.folder import RunFolder
 
 
@@ -53,7 +53,7 @@ class Result:
 
     def __repr__(self) -> str:
         model = self.about.get("model")
-        of = f" of {model['id']}" if isinstance(model, dict) and "id" in model else ""
+        of = f" of {title(str(model['id']))}" if isinstance(model, dict) and "id" in model else ""
         return escaped(f"<{type(self).__name__}{of}: {self._line()}>")
 
 

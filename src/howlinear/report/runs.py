@@ -10,13 +10,14 @@ come from strangers: an unexpected value is refused in one line, or left out whe
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
-from howlinear.records.words import finite, ranges, short_names
+from howlinear.records.words import finite, ranges, short_names, title
 from howlinear.run.folder import COURSE, RunFolder, records_of
 
 UNTRAINED = "control-random-init"
@@ -28,6 +29,7 @@ class Run:
     """One run folder."""
 
     name: str
+    folder: str = "RUN"  # as it was named, for commands that a page suggests
     number: int = 0  # among the runs of a report: decides colour and shape
     about: dict[str, Any] = field(default_factory=dict)  # profile.json without its blocks
     blocks: list[BlockProfile] = field(default_factory=list)
@@ -52,6 +54,11 @@ class Run:
     @property
     def model(self) -> str:
         return str(self.fact("model", "id") or self.name)
+
+    @property
+    def title(self) -> str:
+        """The model's name, without folders where it is an absolute path."""
+        return title(self.model)
 
     def depth(self, index: int, relative: bool) -> float:
         """A block's place on the axis: its index, or from 0 to 1 beside runs of other depths."""
@@ -84,6 +91,7 @@ def read_run(folder: str | Path) -> Run:
     probes = _probes(run)
     return Run(
         run.folder.absolute().name,
+        folder=shlex.quote(str(folder)),
         about=about,
         blocks=blocks,
         swap=files.get("swap", {}),

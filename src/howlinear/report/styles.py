@@ -2,6 +2,7 @@
 
 Hues come from the Okabe-Ito palette, which colour-blind readers can tell apart. They are darkened on
 white and lightened on black until each has a contrast of at least 3 to 1. Runs also differ in shape.
+The colours of verdicts stay apart for readers who do not see red, green or blue; cells also have a sign.
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ COLOURS = {  # on white, on black
     "c3": ("#a8437c", "#e698c3"),
     "c4": ("#8a6000", "#e9c046"),
     "c5": ("#5a5fc0", "#a5a9ff"),
+    "safe": ("#1673b5", "#4fb0f0"),
+    "some": ("#b87a00", "#f0c64a"),
+    "costly": ("#9b1b4b", "#e8487f"),
+    "undecided": ("#7d8590", "#98a1ab"),
 }
-LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
-RUNS = tuple(name for name in LIGHT if name.startswith("c"))
+ON = {  # text on a verdict's colour: on white, on black
+    "on-safe": ("#ffffff", "#14171b"),
+    "on-some": ("#14171b", "#14171b"),
+    "on-costly": ("#ffffff", "#14171b"),
+}
+LIGHT, DARK = ({name: pair[i] for name, pair in (COLOURS | ON).items()} for i in (0, 1))
+RUNS = tuple(f"c{i}" for i in range(6))
 # The last but one comes with typst: PNG and PDF have letters without serifs where no font is installed.
 FONT = 'system-ui, "Segoe UI", "DejaVu Sans", "Liberation Sans", Helvetica, Arial, "DejaVu Sans Mono", sans-serif'
 
@@ -39,6 +49,18 @@ def heat(share: float) -> str:
     return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
+SHADES = 20  # colours of `heat` that have a class on a page
+
+
+def shades() -> str:
+    """Rules for cells coloured by a share: classes heat0 to heat20, with text that can be read."""
+    rules = []
+    for k in range(SHADES + 1):
+        ink = "#ffffff" if k < 0.48 * SHADES else "#000000"
+        rules.append(f".heat{k}{{background:{heat(k / SHADES)};color:{ink}}}")
+    return "".join(rules)
+
+
 def variables(palette: dict[str, str]) -> str:
     """A palette as CSS variables."""
     return "".join(f"--{name}:{colour};" for name, colour in palette.items())
@@ -55,8 +77,11 @@ def stylesheet(palette: dict[str, str] | None = None) -> str:
         ".hl .dash{stroke-dasharray:6 3}.hl .dots{stroke-dasharray:1.5 3}",
     ]
     palette = palette or {name: f"var(--{name})" for name in COLOURS}
-    for name, colour in palette.items():
+    for name in COLOURS:
+        colour = palette[name]
         rules.append(f".hl .l.{name},.hl .d.{name}{{stroke:{colour}}}")
         rules.append(f".hl .d.{name},.hl .t.{name},.hl .b.{name}{{fill:{colour}}}")
-    rules.append(f".hl .d.open{{fill:{palette['paper']}}}")
+    paper = palette["paper"]
+    rules.append(f".hl .d.open{{fill:{paper}}}")
+    rules.append(f".hl .halo{{paint-order:stroke;stroke:{paper};stroke-width:3.5px}}")
     return "".join(rules)

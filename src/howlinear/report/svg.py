@@ -35,16 +35,24 @@ def standalone(canvas: Canvas, title: str) -> str:
 
 
 def svg(
-    canvas: Canvas, title: str | None, *before: Markup, label: str | None = None, **attributes: str
+    canvas: Canvas,
+    title: str | None,
+    *before: Markup,
+    label: str | None = None,
+    name: str = "",
+    **attributes: str,
 ) -> Markup:
-    """A drawing with a title that has the id `label`; without a title it is hidden from screen readers."""
+    """A drawing of the class `name` with a title that has the id `label`.
+
+    Without a title it is hidden from screen readers.
+    """
     w, h = f"{canvas.width:g}", f"{canvas.height:g}"
     return tag(
         "svg",
         None if title is None else tag("title", title, id=label),
         *before,
         *(_element(mark) for mark in canvas.marks),
-        class_="hl",
+        class_=f"hl {name}".strip(),
         viewBox=f"0 0 {w} {h}",
         width=w,
         height=h,

@@ -8,7 +8,7 @@ from itertools import combinations
 from howlinear.records.statistics import agreement, fold_sums, same_windows
 from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor
-from howlinear.report.figure import Figure, looks, short
+from howlinear.report.figure import HALF, Figure, looks, short
 from howlinear.report.runs import Run
 
 READING = (
@@ -19,20 +19,20 @@ COLUMNS = (
     *("run", "other run", "correlation", "low", "high", "rank corr.", "low", "high"),
     *("mean shift", "low", "high", "largest", "low", "high"),
 )
-SIDE, GAP, ACROSS = 190, 66, 3
+SIDE, GAP = 210, 66
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
+def draw(runs: Sequence[Run], width: float = HALF) -> Figure | None:
     pairs = [(a, b) for a, b in combinations(runs, 2) if _comparable(a, b)]
     if len(runs) > 4:  # compare with the first run only, so that panels stay few
         pairs = [(a, b) for a, b in pairs if a is runs[0]]
     if not pairs:
         return None
-    lines = -(-len(pairs) // ACROSS)
-    canvas = Canvas(min(len(pairs), ACROSS) * (SIDE + GAP) + 12, lines * (SIDE + 84))
+    across = int(width // (SIDE + GAP))
+    canvas = Canvas(width, -(-len(pairs) // across) * (SIDE + 84))
     rows: list[tuple[object, ...]] = []
     for n, (a, b) in enumerate(pairs):
-        corner = (GAP + (n % ACROSS) * (SIDE + GAP), 30 + (n // ACROSS) * (SIDE + 84))
+        corner = (GAP + (n % across) * (SIDE + GAP), 30 + (n // across) * (SIDE + 84))
         rows.append(_pair(canvas, corner, a, b))
     return Figure("alike", "Runs side by side", READING, canvas, COLUMNS, rows)
 

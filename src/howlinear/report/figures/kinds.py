@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from howlinear.records.fields import BlockProfile
 from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Mark, Panel, Scale, r2_floor
-from howlinear.report.figure import Figure, run_dot
+from howlinear.report.figure import HALF, NARROW, Figure, run_dot
 from howlinear.report.runs import Run, inside
 
 READING = (
@@ -21,7 +21,7 @@ NAMED = 6  # blocks named in the drawing, per run
 Point = tuple[Run, BlockProfile, float]  # with the median R2 of an output feature
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
+def draw(runs: Sequence[Run], width: float = HALF) -> Figure | None:
     points: list[Point] = [
         (run, b, median)
         for run in runs
@@ -30,9 +30,14 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     ]
     if not points:
         return None
-    canvas = Canvas(560, 400)
+    narrow = width == NARROW
+    canvas = Canvas(width, 360 if narrow else 400)
     low = r2_floor(v for _, b, median in points for v in (median, b.r2))
-    panel = Panel(canvas, Scale(low, 1.0, 58, 430), Scale(low, 1.0, 350, 20))
+    panel = Panel(
+        canvas,
+        Scale(low, 1.0, 58, width - (82 if narrow else 130)),
+        Scale(low, 1.0, canvas.height - 50, 20),
+    )
     panel.frame("median R2 of an output feature", "R2 of the block")
     panel.line([(low, low), (1.0, 1.0)], "axis", "dash thin")
     for run, b, median in sorted(
@@ -43,7 +48,7 @@ def draw(runs: Sequence[Run]) -> Figure | None:
         run_dot(panel, run, (median, b.r2), about, mode="open", size=_radius(b.effective_rank))
     for run in runs:
         _name(panel, [p for p in points if p[0] is run])
-    _sizes(canvas)
+    _sizes(canvas, panel.x.end + 20)
     rows = [(run.name, b.index, b.r2, m, b.effective_rank, b.kind) for run, b, m in points]
     columns = ("run", "block", "R2", "median feature", "effective rank", "kind")
     return Figure("kinds", "What kind of linear", READING, canvas, columns, rows)
@@ -64,9 +69,9 @@ def _radius(rank: int | None) -> float:
     return 3.0 + 3.2 * math.log10(max(rank or 1, 1))
 
 
-def _sizes(canvas: Canvas) -> None:
-    canvas.text((450, 40), "effective rank", "muted", "small", anchor="start")
+def _sizes(canvas: Canvas, x: float) -> None:
+    canvas.text((x, 40), "rank", "muted", "small", anchor="start")
     for k, rank in enumerate((1, 10, 100, 1000)):
-        at = (462.0, 62.0 + 28 * k)
+        at = (x + 12, 62.0 + 28 * k)
         canvas.marks.append(Mark("dot", (at,), "muted", "open", size=_radius(rank)))
-        canvas.text((482, at[1] + 4), str(rank), "muted", "small", anchor="start")
+        canvas.text((x + 29, at[1] + 4), str(rank), "muted", "small", anchor="start")

@@ -8,19 +8,20 @@ from howlinear.records.fields import BlockProbe
 from howlinear.records.statistics import over_blocks, pearson
 from howlinear.records.words import between, number
 from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor, reach
-from howlinear.report.figure import Figure, looks, run_dot
+from howlinear.report.figure import HALF, NARROW, Figure, looks, run_dot
 from howlinear.report.runs import Run, inside, listed
 
 READING = (
-    "Left: R2 gained by adding a layer of products to the map, against what the map leaves (1 - R2). "
-    "If the points lie on no line, products alone do not make up the residual. Right: R2 when some of "
+    "Products: R2 gained by adding a layer of products to the map, against what the map leaves (1 - R2). "
+    "If the points lie on no line, products alone do not make up the residual. Hidden units: R2 when some of "
     "the block's own hidden units are kept beside the matrix; each line is a block."
 )
 Gain = tuple[Run, BlockProbe, float, float | None]  # with the gain and its standard error
 Kept = tuple[Run, BlockProbe, list[Point]]  # with (hidden units kept, R2)
+Place = tuple[float, float, float]  # left, right and top of a panel
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
+def draw(runs: Sequence[Run], width: float = HALF) -> Figure | None:
     probes = [(run, p) for run in runs for p in run.probes.values()]
     gains: list[Gain] = [
         (run, p, gain, inside(p.bilinear, "gain_se"))
@@ -30,11 +31,11 @@ def draw(runs: Sequence[Run]) -> Figure | None:
     kept: list[Kept] = [(run, p, steps) for run, p in probes if len(steps := _steps(p)) > 1]
     if not gains and not kept:
         return None
-    canvas = Canvas(780, 330)
+    canvas, places = _panels(width, bool(gains) + bool(kept))
     if gains:
-        _draw_gains(canvas, gains)
+        _draw_gains(canvas, gains, places.pop(0))
     if kept:
-        _draw_kept(canvas, kept)
+        _draw_kept(canvas, kept, places.pop(0))
     counts = sorted({k for *_, steps in kept for k, _ in steps})
     rows = []
     for run, p in probes:
@@ -51,14 +52,26 @@ def _steps(p: BlockProbe) -> list[Point]:
     return [(k, r2) for k, r2 in steps if k is not None and r2 is not None and k >= 0]
 
 
-def _draw_gains(canvas: Canvas, gains: list[Gain]) -> None:
+def _panels(width: float, count: int) -> tuple[Canvas, list[Place]]:
+    """Side by side, or one above another where it is narrow; alone as wide as the drawing."""
+    if width == NARROW:
+        places = [(58.0, width - 12, 330.0 * i) for i in range(count)]
+    else:
+        each = width / count
+        places = [(each * i + 58, each * (i + 1) - 12, 0.0) for i in range(count)]
+    return Canvas(width, 330 + max(top for *_, top in places)), places
+
+
+def _draw_gains(canvas: Canvas, gains: list[Gain], place: Place) -> None:
     xs, ys = [1 - p.r2 for _, p, *_ in gains], [gain for *_, gain, _ in gains]
     ends = [gain + sign * (se or 0.0) for *_, gain, se in gains for sign in (-1, 1)]
     low, high = reach([0.0, *ends])
-    panel = Panel(canvas, Scale(0.0, max(1.0, *xs), 58, 370), Scale(low, high, 280, 34))
+    left, right, top = place
+    scales = Scale(0.0, max(1.0, *xs), left, right), Scale(low, high, top + 280, top + 34)
+    panel = Panel(canvas, *scales)
     r = over_blocks(pearson, xs, ys).to_dict()
-    correlation = "" if r["value"] is None else f", correlation {between(r, 2)}"
-    panel.frame("1 - R2", "gain", f"gain of products{correlation}")
+    correlation = "" if r["value"] is None else f", r = {between(r, 2)}"
+    panel.frame("1 - R2", "gain", f"products{correlation}")
     _name(panel, [(run, p, (1 - p.r2, gain)) for run, p, gain, _ in gains])
     for run, p, gain, se in gains:
         if se is not None:
@@ -75,10 +88,12 @@ def _name(panel: Panel, points: list[tuple[Run, BlockProbe, Point]]) -> None:
         panel.canvas.labels([((x + 6, y - 5), text) for (x, y), text in places], part=part)
 
 
-def _draw_kept(canvas: Canvas, kept: list[Kept]) -> None:
+def _draw_kept(canvas: Canvas, kept: list[Kept], place: Place) -> None:
     most = max(k for *_, steps in kept for k, _ in steps)
     low = r2_floor(r2 for *_, steps in kept for _, r2 in steps)
-    panel = Panel(canvas, Scale(1.0, most + 1, 446, 752, log=True), Scale(low, 1.0, 280, 34))
+    left, right, top = place
+    scales = Scale(1.0, most + 1, left, right, log=True), Scale(low, 1.0, top + 280, top + 34)
+    panel = Panel(canvas, *scales)
     panel.frame("hidden units kept + 1", "R2", "matrix and hidden units")
     _name(panel, [(run, p, (steps[0][0] + 1, steps[0][1])) for run, p, steps in kept])
     for run, p, steps in kept:

@@ -9,7 +9,7 @@ from howlinear.records.fields import BlockProfile
 from howlinear.records.statistics import over_blocks, spearman
 from howlinear.records.words import compact, finite, number
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
-from howlinear.report.figure import Figure, run_dot
+from howlinear.report.figure import NARROW, WIDE, Figure, run_dot
 from howlinear.report.figures.depth import cost_ends
 from howlinear.report.runs import Run
 
@@ -26,26 +26,27 @@ READING = (
     "swap by plain least squares (KL), both on log scales. ρ is the rank correlation: 1 orders the blocks "
     "perfectly, 0 not at all. The table has its 95 % interval over blocks; below 8 blocks there is none."
 )
-W, H, GAP = 190, 150, 66
+W, H, GAP, EDGE = 160, 150, 44, 60  # a panel, between panels, left of the first
 Point = tuple[Run, int, float, float]  # block, signal, cost in nats per token
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
+def draw(runs: Sequence[Run], width: float = WIDE) -> Figure | None:
     panels = {name: _points(runs, signal) for name, signal in SIGNALS.items()}
     panels = {name: points for name, points in panels.items() if len(points) > 2}
     if not panels:
         return None
     low, high = cost_ends([cost for points in panels.values() for *_, cost in points])
-    canvas = Canvas(3 * (W + GAP) + 12, -(-len(panels) // 3) * (H + 90))
+    across, wide = (1, width - EDGE - 12) if width == NARROW else (5, W)
+    canvas = Canvas(width, -(-len(panels) // across) * (H + 90))
     rows: list[tuple[object, ...]] = []
     for n, (name, points) in enumerate(panels.items()):
-        x, y = GAP + (n % 3) * (W + GAP), 34 + (n // 3) * (H + 90)
+        x, y = EDGE + (n % across) * (wide + GAP), 34 + (n // across) * (H + 90)
         left, right = reach([signal for *_, signal, _ in points], log=True)
-        scales = Scale(left, right, x, x + W, log=True), Scale(low, high, y + H, y, log=True)
+        scales = Scale(left, right, x, x + wide, log=True), Scale(low, high, y + H, y, log=True)
         panel = Panel(canvas, *scales)
         ranked = [_ranked(run, points) for run in runs if any(p[0] is run for p in points)]
         rho = ", ".join(number(row[1], 2, "+") for row in ranked)
-        panel.frame(name, "KL, nats" if n % 3 == 0 else "", f"ρ = {rho}")
+        panel.frame(name, "KL, nats" if n % across == 0 else "", f"ρ = {rho}")
         for run, block, signal, cost in points:
             about = f"block {block}: {name} {compact(signal)}, KL {compact(cost)} nats"
             run_dot(panel, run, (signal, cost), about, size=2.8)

@@ -7,7 +7,7 @@ from typing import Any
 
 from howlinear.records.words import number
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
-from howlinear.report.figure import Figure, key, looks
+from howlinear.report.figure import HALF, Entry, Figure, key, looks
 from howlinear.report.runs import Run, inside, listed
 
 READING = (
@@ -19,11 +19,11 @@ HEIGHT = 330
 MOST = 4  # multiples of the lowest perplexity; a model beyond is unusable and stands at the edge
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
+def draw(runs: Sequence[Run], width: float = HALF) -> Figure | None:
     tables = [(run, table) for run in runs if (table := by_method(run.compress))]
     if not tables:
         return None
-    canvas = Canvas(780, HEIGHT * len(tables))
+    canvas = Canvas(width, HEIGHT * len(tables))
     rows: list[tuple[object, ...]] = []
     for n, (run, table) in enumerate(tables):
         _panel(canvas, run, table, HEIGHT * n, run.part if len(runs) > 1 else "")
@@ -52,17 +52,17 @@ def _panel(canvas: Canvas, run: Run, table: Table, top: float, part: str) -> Non
     base = inside(run.compress, "change", "original", "perplexity")
     least = min([y for _, y, _ in points] + ([base] if base else []))
     low, high = reach([min(y, MOST * least) for _, y, _ in points] + [least], log=True)
-    x = Scale(0.0, 104 * max(share for share, *_ in points) or 1.0, 58, 768)
-    panel = Panel(canvas, x, Scale(low, high, top + 280, top + 44, log=True))
+    x = Scale(0.0, 104 * max(share for share, *_ in points) or 1.0, 58, canvas.width - 12)
+    panel = Panel(canvas, x, Scale(low, high, top + 280, top + 62, log=True))
     panel.frame("feed-forward parameters removed, %", "perplexity")
     if part:
-        canvas.text((768, top + 22), run.name, mode="bold", anchor="end", part=part)
+        canvas.text((canvas.width - 12, top + 40), run.name, mode="bold", anchor="end", part=part)
     if base:
         panel.line([(x.low, base), (x.high, base)], "axis", "dash thin")
     entries = []
     for i, (method, steps) in enumerate(table.items()):
         colour, shape = looks(i)
-        entries.append((method, colour, shape, "", part))
+        entries.append(Entry(method, colour, shape, part=part))
         panel.line([(100 * share, y) for share, y, _ in steps], colour, part=part)
         for share, y, se in steps:
             removed = f"{number(100 * share, 1)} % removed"

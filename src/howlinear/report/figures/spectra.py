@@ -8,39 +8,42 @@ from collections.abc import Sequence
 from howlinear.records.fields import BlockProfile
 from howlinear.records.words import compact, finite
 from howlinear.report.canvas import Canvas, Panel, Point, Scale
-from howlinear.report.figure import Choice, Figure, looks
+from howlinear.report.figure import HALF, NARROW, Choice, Figure, looks
 from howlinear.report.runs import Run
 
 READING = (
-    "Left: the share of the inputs' variance in each direction, largest first. Right: the singular "
+    "First the share of the inputs' variance in each direction, largest first, then the singular "
     "values of the map. A steep fall means few directions. Axes are logarithmic and the same for all blocks."
 )
-PANELS = (
-    ("input_spectrum", "share of the inputs' variance", 58, 370),
-    ("map_spectrum", "singular value of the map", 446, 758),
-)
+PANELS = {
+    "input_spectrum": "share of the inputs' variance",
+    "map_spectrum": "singular value of the map",
+}
 SHOWN = (1, 3, 10, 30, 100)  # directions in the table; profile.json has all of them
 FLOOR = 1e-9  # lower end of the scale, as a share of the largest value
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
-    spectra = {name: _curves(runs, name) for name, *_ in PANELS}
+def draw(runs: Sequence[Run], width: float = HALF) -> Figure | None:
+    spectra = {name: _curves(runs, name) for name in PANELS}
     blocks = sorted({b.index for curves in spectra.values() for _, b, _ in curves})
     if not blocks:
         return None
-    canvas = Canvas(780, 320)
+    narrow = width == NARROW
+    canvas = Canvas(width, 620 if narrow else 320)
     rows: list[tuple[object, ...]] = []
-    for name, label, left, right in PANELS:
+    for n, (name, label) in enumerate(PANELS.items()):
         if not spectra[name]:
             continue
-        panel = Panel(canvas, *_scales(spectra[name], left, right))
+        left, top = (0.0, 300.0 * n) if narrow else (width / 2 * n, 0.0)
+        right = width - 16 if narrow else left + width / 2 - 16
+        panel = Panel(canvas, *_scales(spectra[name], left + 52, right, top))
         panel.frame("direction", "", label)
         for run, b, points in spectra[name]:
             _draw_curve(panel, run, b, points)
             shown = (_at(points, k) for k in SHOWN)
             rows.append((run.name, b.index, label, *shown, points[-1][1]))
     for block in blocks:
-        canvas.text((408, 20), f"block {block}", mode="bold", part=f"b{block}")
+        canvas.text((width - 16, 16), f"block {block}", mode="bold", anchor="end", part=f"b{block}")
     choices = tuple(Choice(f"b{block}", str(block), block == blocks[0]) for block in blocks)
     columns = ("run", "block", "spectrum", *(f"direction {k}" for k in SHOWN), "last")
     title = "The spectrum of inputs and map"
@@ -68,14 +71,14 @@ def _at(points: list[Point], k: int) -> float | None:
     return near[1] if abs(near[0] - k) <= 0.15 * k else None
 
 
-def _scales(curves: list[Curve], left: float, right: float) -> tuple[Scale, Scale]:
+def _scales(curves: list[Curve], left: float, right: float, top: float) -> tuple[Scale, Scale]:
     values = [value for *_, points in curves for _, value in points]
     last = max(k for *_, points in curves for k, _ in points)
     low, high = max(min(values), max(values) * FLOOR), max(values)
     ends = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.0001))
     return (
         Scale(1.0, max(last, 2.0), left, right, log=True),
-        Scale(ends[0], ends[1], 270, 34, log=True),
+        Scale(ends[0], ends[1], top + 270, top + 40, log=True),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from howlinear.records.words import number
 from howlinear.report.canvas import Canvas
-from howlinear.report.figure import Figure
+from howlinear.report.figure import HALF, Figure
 from howlinear.report.runs import Run, inside, listed
 from howlinear.report.styles import heat
 
@@ -15,15 +15,15 @@ READING = (
     "Each column is a measurement, in the order of steps; each row is a block. The brightest colour is "
     "R2 1, the darkest 0 or less."
 )
-LEFT, WIDTH = 58, 640
+LEFT, RIGHT = 58, 74  # margins
 CELLS, BLOCKS = 480, 256  # drawn at most; of more steps every n-th is drawn
 
 
-def draw(runs: Sequence[Run]) -> Figure | None:
+def draw(runs: Sequence[Run], width: float = HALF) -> Figure | None:
     logs = [(run, log) for run in runs if (log := measured(run.training))]
     if not logs:
         return None
-    canvas = Canvas(780, 0)
+    canvas = Canvas(width, 0)
     for run, log in logs:
         _map(canvas, log, run.name if len(runs) > 1 else "", run.part)
     blocks = sorted({k for _, log in logs for _, r2 in log for k in r2})
@@ -51,7 +51,7 @@ def measured(rows: list[dict[str, Any]]) -> Log:
 
 def _map(canvas: Canvas, log: Log, name: str, part: str) -> None:
     blocks = sorted({k for _, r2 in log for k in r2})
-    cell, wide = min(22.0, max(7.0, 320 / len(blocks))), WIDTH / len(log)
+    cell, wide = min(22.0, max(7.0, 320 / len(blocks))), (canvas.width - LEFT - RIGHT) / len(log)
     y, high = canvas.height + 34, cell * len(blocks)
     canvas.height = y + high + 44
     if name:
@@ -70,15 +70,15 @@ def _map(canvas: Canvas, log: Log, name: str, part: str) -> None:
         at_left = (LEFT - 6, y + (r + 0.5) * cell + 4)
         canvas.text(at_left, str(blocks[r]), "muted", "small", anchor="end", part=part)
     canvas.text((LEFT - 36, y + high / 2), "block", turned=True, part=part)
-    canvas.text((LEFT + WIDTH / 2, y + high + 31), "step", part=part)
+    canvas.text(((LEFT + canvas.width - RIGHT) / 2, y + high + 31), "step", part=part)
     _scale(canvas, y, high, part)
 
 
 def _scale(canvas: Canvas, y: float, height: float, part: str) -> None:
-    steps = 24
+    steps, x = 24, canvas.width - 56
     for i in range(steps):
         at, tall = y + i * height / steps, height / steps + 0.7
-        canvas.box((716, at), (730, at + tall), heat(1 - i / (steps - 1)), part=part)
+        canvas.box((x, at), (x + 14, at + tall), heat(1 - i / (steps - 1)), part=part)
     for value in (0.0, 0.5, 1.0):
-        place = (734, y + (1 - value) * height + 4)
+        place = (x + 18, y + (1 - value) * height + 4)
         canvas.text(place, f"{value:g}", "muted", "small", anchor="start", part=part)
