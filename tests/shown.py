@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from howlinear.cli.bench import show_bench
 from howlinear.cli.compare import show_comparison
 from howlinear.cli.compress import show_compression
-from howlinear.cli.control import (
+from howlinear.cli.control_tables import (
     show_cross_feed,
     show_matched,
     show_random_init,

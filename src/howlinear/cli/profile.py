@@ -197,12 +197,7 @@ def _profile_texts(
     ranks, several, result = Ranks.start(), len(texts) > 1, None
     if ranks.count > 1 and any(source[0] == "-" for source in sources.values()):
         raise ValueError("several processes cannot share one stdin: save the text (--text-file)")
-    cut: dict[str, Any] = {}
-
-    def check(net: Any, tokenizer: Any) -> None:
-        cut.update(_checked_cut(net, tokenizer, request))
-
-    with _loaded(out / "partial" / str(ranks.rank), request, loader, check) as (net, tokenizer):
+    with _loaded(out / "partial" / str(ranks.rank), request, loader) as (net, tokenizer, cut):
         at = howlinear.blocks(net, request["blocks"])
         model = describe(net, request["model"], request["revision"])
         for folder, text in texts.items():
@@ -394,9 +389,9 @@ def _checked_cut(net: Any, tokenizer: Any, request: Request) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _loaded(
-    partial: Path, request: Request, loader: Loader, check: Callable[[Any, Any], None]
-) -> Iterator[tuple[Any, Any]]:
-    """The model and its tokenizer; weights on disk are removed at the end."""
+    partial: Path, request: Request, loader: Loader
+) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """The model, its tokenizer and how the text is cut; weights on disk are removed at the end."""
     model, device_map = request["model"], request["device_map"]
     offload = partial / "weights" if request["layerwise"] or device_map else None
     if request["layerwise"]:
@@ -404,9 +399,14 @@ def _loaded(
         if packed:
             say("packed weights are read whole: --layerwise bounds the memory of moments alone")
         device_map = None if packed else "disk"
+    cut: dict[str, Any] = {}
+
+    def check(net: Any, tokenizer: Any) -> None:
+        cut.update(_checked_cut(net, tokenizer, request))
+
     options = {"device_map": device_map, "offload_folder": offload, "check": check}
     options |= {name: request[name] for name in ("revision", "dtype")}
-    yield loader.load(model, **options)
+    yield *loader.load(model, **options), cut
     if offload is not None:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ class Training(Result):
         work: Work | None = None,
     ) -> None:
         """Profile one more checkpoint; `about` is what `models.loading.describe` says of it."""
-        text, work = as_windows(windows), work or Work()
+        text, work = as_windows(windows).read(), work or Work()
         cells = list(text.folds(self.settings["folds"]).cells)
         if self.checkpoints and self.checkpoints[0].get("cells") != cells:
             raise ValueError(

@@ -42,7 +42,7 @@ def cross_feed(
     `pairs` is "same" (0:0, 1:1, ...), "all", or a list such as "3:5,4:4" (A's depth first). Windows
     are each model's own tokens of one text.
     """
-    work, texts = work or Work(), (as_windows(windows_a), as_windows(windows_b))
+    work, texts = work or Work(), (as_windows(windows_a).read(), as_windows(windows_b).read())
     every = (blocks(model_a), blocks(model_b))
     chosen = depth_pairs(pairs, len(every[0]), len(every[1]))
     check_widths(model_a, model_b, every, chosen)

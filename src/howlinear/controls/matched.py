@@ -54,7 +54,8 @@ def matched(
     the block's weights and those two moments predict.
     """
     with evaluating(model):
-        return _matched(model, as_windows(windows), blocks(model, at), folds, seed, work or Work())
+        text = as_windows(windows).read()
+        return _matched(model, text, blocks(model, at), folds, seed, work or Work())
 
 
 def _matched(

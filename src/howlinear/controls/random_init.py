@@ -53,30 +53,35 @@ def random_init(
     """
     if seeds < 1:
         raise ValueError(f"an untrained range needs at least one seed, got {seeds} (`seeds`)")
-    work, text = work or Work(), as_windows(windows)
+    work, text = work or Work(), as_windows(windows).read()
     ids = text.all_ids
     advance = _begin(work, text.tokens, seeds, trained is not None)
     options: dict[str, Any] = {"at": at, "folds": folds, "advance": advance}
     trained = trained or profiled(model, text, work, **options)
     many = replace(work, batch_size=work.batch_size * max(1, ids.shape[1] // SHORT))
-    settings = {
-        "seeds": seeds,
-        "weights": "shuffled" if shuffled else "fresh",
-        "tokens": text.tokens,
-        "window": text.length,
-        "window_untrained": min(SHORT, ids.shape[1]),
-        "folds": folds,
-    }
+    settings: dict[str, Any] = {"seeds": seeds, "weights": "shuffled" if shuffled else "fresh"}
+    settings |= {"tokens": text.tokens, "window": text.length}
+    settings |= {"window_untrained": min(SHORT, ids.shape[1]), "folds": folds}
     draws: list[Profile] = []
     while True:
         net = untrained(model, seed := len(draws), shuffled)
         draws.append(profiled(net, tokens := drawn_tokens(net, ids, seed), many, **options))
-        rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
-        notes = _notes(tokens, max(b.d_in for b in trained.blocks), folds)
+        result = _result(trained, draws, tokens, settings)
         if len(draws) == seeds:
-            return Control("random-init", rows, _summary(rows, draws), settings, notes)
-        notes.append(f"{UNFINISHED}: {len(draws)} of {plural(seeds, 'untrained model')} measured")
-        after_seed(Control("random-init", rows, _summary(rows, draws), settings, notes))
+            return result
+        after_seed(result)
+
+
+def _result(
+    trained: Profile, draws: Sequence[Profile], tokens: Tensor, settings: dict[str, Any]
+) -> Control:
+    """The untrained models measured so far beside the trained one."""
+    rows = [_beside(b, [p.blocks[i] for p in draws]) for i, b in enumerate(trained.blocks)]
+    notes = _notes(tokens, max(b.d_in for b in trained.blocks), settings["folds"])
+    if len(draws) < settings["seeds"]:
+        all_models = plural(settings["seeds"], "untrained model")
+        notes.append(f"{UNFINISHED}: {len(draws)} of {all_models} measured")
+    return Control("random-init", rows, _summary(rows, list(draws)), settings, notes)
 
 
 def _begin(work: Work, tokens: int, seeds: int, known: bool) -> Advance:

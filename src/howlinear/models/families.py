@@ -280,16 +280,6 @@ def towers(net: nn.Module) -> dict[str, nn.Module]:
     return {key: part for key, name in names.items() if contrastive and (part := _find(net, name))}
 
 
-def token_embedding(model: nn.Module) -> nn.Module | None:
-    """The table of token embeddings, where the model has one; of a contrastive model its text tower's."""
-    reader: Any = towers(backbone(model)).get("input_ids", model)
-    try:
-        table: nn.Module | None = reader.get_input_embeddings()
-        return table
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def call_options(net: nn.Module) -> dict[str, Any]:
     """Arguments beside the inputs: no key-value cache, which no measurement reads."""
     return {"use_cache": False} if "use_cache" in inspect.signature(net.forward).parameters else {}

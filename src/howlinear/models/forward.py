@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from howlinear.linear.folds import CELL, Folds
 from howlinear.linear.rows import Rows
 from howlinear.models import bfloat16
-from howlinear.models.families import Block, backbone, blocks, call_options, token_embedding, towers
+from howlinear.models.families import Block, backbone, blocks, call_options, towers
 from howlinear.models.hooks import evaluating, tap
 from howlinear.models.naming import BlockNames
 from howlinear.models.offload import check_weights, device_of
@@ -336,6 +336,16 @@ def check_ids(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
             f"token id {low if low < 0 else high} is not in the vocabulary of "
             f"{type(model).__name__}, 0 to {size - 1}: is the tokenizer another model's?"
         )
+
+
+def token_embedding(model: nn.Module) -> nn.Module | None:
+    """The table of token embeddings, where the model has one; of a contrastive model its text tower's."""
+    reader: Any = towers(backbone(model)).get("input_ids", model)
+    try:
+        table: nn.Module | None = reader.get_input_embeddings()
+        return table
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 Receive = Callable[[Batch, Block, Rows], None]

@@ -72,7 +72,7 @@ class LinearityMonitor:
         # of a compiled model the original: hooks on the wrapper do not run
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.blocks: list[Block] = blocks(self.model, at)
-        text, widest = as_windows(windows), max(b.d_in for b in self.blocks)
+        text, widest = as_windows(windows).read(), max(b.d_in for b in self.blocks)
         split, ids = text.folds(folds), text.all_ids
         check_rows(ids.shape[0], ids.shape[1], widest, split)
         self.windows, self.every, self.folds = ids, every, folds

@@ -21,7 +21,8 @@ from howlinear.linear.gradients import LENGTH, WINDOWS
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import SAMPLE
 from howlinear.linear.stores import MOST, SOLVERS, is_wide
-from howlinear.models.families import Block, backbone, projection_shape, token_embedding
+from howlinear.models.families import Block, backbone, projection_shape
+from howlinear.models.forward import token_embedding
 from howlinear.models.layers import layers_of
 from howlinear.models.offload import like
 from howlinear.profiling.passes import Course
