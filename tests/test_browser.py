@@ -153,7 +153,7 @@ def test_the_answer_is_seen_without_scrolling_and_leads_to_the_block(visit, widt
     assert tab.locator("#block-0-9 .more").is_visible()
 
 
-def test_blocks_are_cards_on_a_telephone_and_can_be_sorted(visit):
+def test_blocks_are_cards_on_a_phone_and_can_be_sorted(visit):
     tab = visit(width=400)
     first, second = (tab.locator(f"#block-0-{i}").bounding_box() for i in (0, 1))
     assert first["x"] == second["x"]

@@ -85,6 +85,14 @@ def test_index_ranges_read_as_blocks_takes_them():
     assert depth_indices(ranges([0, 1, 7]), range(8)) == [0, 1, 7]
 
 
+def test_a_strip_is_as_high_as_its_shares_and_has_a_spelling_in_ascii():
+    from howlinear.records.words import spelled, strip
+
+    made = strip([-3.0, 0.0, 0.5, 1.0, 7.0, None, math.nan])
+    assert made == "▁▁▅██··"
+    assert spelled(made, "ascii") == "..=##.."
+
+
 def test_the_standard_error_of_a_ratio_is_the_linearised_one():
     """Of a mean it is the standard error of the mean; unequal groups as in survey sampling."""
     values = [1.0, 2.0, 4.0, 9.0]

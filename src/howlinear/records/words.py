@@ -5,7 +5,7 @@ signed(1234567.0)         +1.2e6
 with_se(0.8871, 0.0031)   0.887 ±.003
 count(2_320_000)          2.32M
 bar(0.53)                 █████▎
-strip([0.1, 0.5, None])   ▁▄·
+strip([0.1, 0.5, None])   ▂▅·
 escaped("a\\x1b[31m b")    a\\x1b[31m b   (characters that are not printable become codes)
 spelled("Δ ±", "ascii")   d +-
 

@@ -31,7 +31,7 @@ class Figure:
     by_run: bool = True  # colours and shapes stand for runs
     choices: tuple[Choice, ...] = ()
     one_at_a_time: bool = False
-    narrow: Canvas | None = None  # the same for a telephone
+    narrow: Canvas | None = None  # the same for a phone
 
 
 WIDE, HALF, NARROW = 1080, 600, 360  # widths of drawings

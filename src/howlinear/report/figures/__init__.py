@@ -13,7 +13,7 @@ MODULES = (depth, kinds, rest, alike, signals, smaller, training, spectra)
 
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
-    """Every figure that these runs have the numbers for, each also as narrow as a telephone."""
+    """Every figure that these runs have the numbers for, each also as narrow as a phone."""
     runs = numbered(runs)
     figures = []
     for module in MODULES:
