@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from howlinear.report.canvas import Canvas, Panel, Scale
-from howlinear.report.figure import key, looks
+from howlinear.report.figure import Entry, key, looks
 from howlinear.report.svg import standalone
 
 Row = dict[str, Any]
@@ -60,7 +60,7 @@ def figure(rows: Sequence[Row], text: str) -> str:
     for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
         colour, shape = looks(i)
         mode = "dash" if i >= 6 else ""  # colours repeat
-        entries.append((method, colour, shape, mode, ""))
+        entries.append(Entry(method, colour, shape, mode))
         own = sorted((r for r in rows if r["method"] == method), key=lambda r: r["removed"])
         panel.line([(100 * r["removed"], nats(r, text)) for r in own], colour, mode)
         for r in own:
