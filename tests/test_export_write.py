@@ -181,6 +181,7 @@ def test_what_became_of_blocks_is_told_in_words(tmp_path, unverified):
 # ---------------------------------------------------------------------------------- nothing
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize("moment", ["add_files", "verify", "card"])
 def test_an_interrupt_leaves_nothing(moment, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
