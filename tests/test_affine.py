@@ -289,7 +289,9 @@ def test_solvers_agree_on_the_rank_of_float32_rows():
 @BOTH
 def test_too_few_rows_are_refused_with_the_number_that_would_do(kind):
     x, y = rows(8)
-    with pytest.raises(ValueError, match=r"8 rows cannot determine 9 columns: at least 9 are needed"):
+    with pytest.raises(
+        ValueError, match=r"8 rows cannot determine 9 columns: at least 9 are needed"
+    ):
         fit(moments_of(kind, x, y))
     assert fit(moments_of(kind, x, y), ridge=1.0).weight.isfinite().all()
     with pytest.raises(ValueError, match="ridge"):

@@ -14,7 +14,7 @@ from howlinear.cli.printer import Column, print_table, write, write_notes
 from howlinear.cli.sources import PARTS, Loader, RunSource
 from howlinear.records.fields import BlockCompression
 from howlinear.records.files import check_writable
-from howlinear.records.words import duration, number, perplexity, plural, signed, size
+from howlinear.records.words import duration, number, perplexity, plural, signed, size, title
 from howlinear.run import room
 
 Out = Annotated[Path | None, Option("--out", "-o", help="Folder to write the smaller model to.")]
@@ -327,7 +327,7 @@ def show_compression(
     replaced = [b for b in blocks if b.replaced]
     write(
         console,
-        f"{data['model']['id']}: {len(replaced)} of {plural(len(blocks), 'block')} replaced",
+        f"{title(data['model']['id'])}: {len(replaced)} of {plural(len(blocks), 'block')} replaced",
     )
     print_table(console, BLOCKS, replaced)
     removed = data["removed"]

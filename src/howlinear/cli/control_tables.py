@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from howlinear.cli.printer import Column, digits, print_table, write, write_notes
-from howlinear.records.words import known, number, plural, signed, span, with_se
+from howlinear.records.words import known, number, plural, signed, span, title, with_se
 
 Row = dict[str, Any]
 
@@ -18,7 +18,7 @@ def show_random_init(console: Console, data: dict[str, Any], blocks: list[Row]) 
     settings, summary = data["settings"], data["summary"]
     write(
         console,
-        f"{data['model']['id']}, {plural(len(blocks), 'block')}, {settings['tokens']} tokens",
+        f"{title(data['model']['id'])}, {plural(len(blocks), 'block')}, {settings['tokens']} tokens",
     )
     columns = (
         Column("#", "index"),
@@ -74,8 +74,8 @@ CROSS_FEED = (
 
 def show_cross_feed(console: Console, data: dict[str, Any], blocks: list[Row]) -> None:
     """The two-way table of `howlinear control cross-feed`."""
-    write(console, f"A: {data['model']['id']}", width=console.width)
-    write(console, f"B: {data['model_b']['id']}", width=console.width)
+    write(console, f"A: {title(data['model']['id'])}", width=console.width)
+    write(console, f"B: {title(data['model_b']['id'])}", width=console.width)
     print_table(console, CROSS_FEED, blocks)
     summary = data["summary"]
     write(
@@ -95,7 +95,7 @@ def show_matched(console: Console, data: dict[str, Any], blocks: list[Row]) -> N
     settings = data["settings"]
     write(
         console,
-        f"{data['model']['id']}, {plural(len(blocks), 'block')}, {settings['tokens']} tokens",
+        f"{title(data['model']['id'])}, {plural(len(blocks), 'block')}, {settings['tokens']} tokens",
     )
     inputs = ["own", "gaussian", "whitened", *(f"x{scale:g}" for scale in settings["scales"])]
     columns = (

@@ -24,6 +24,7 @@ from howlinear.records.words import (
     power,
     signed,
     size,
+    title,
 )
 from howlinear.run import room
 
@@ -127,20 +128,20 @@ def _check_rows(net: Any, blocks: list[Any], counts: list[int]) -> int | None:
 def show_probes(console: Console, data: dict[str, Any], blocks: list[BlockProbe]) -> None:
     """The tables that `howlinear probe` prints."""
     rows, text = data["settings"]["rows"], data["corpus"]
-    write(console, f"{data['model']['id']}, {plural(len(blocks), 'block')} probed")
+    write(console, f"{title(data['model']['id'])}, {plural(len(blocks), 'block')} probed")
     write(
         console,
         f"{text['name']}: fitted on {rows['fit']} rows of {text['fit']}, chosen on "
         f"{rows['choose']} of {text['choose']}, reported on {rows['report']} of {text['report']}",
     )
-    for kind, (title, columns) in TABLES.items():
+    for kind, (heading, columns) in TABLES.items():
         results = [
             {"index": b.index, "map_r2": b.r2, "map": b.linear, **result}
             for b in blocks
             if (result := getattr(b, kind)) is not None
         ]
         if results:
-            _show_kind(console, title, columns, results)
+            _show_kind(console, heading, columns, results)
     write(console)
     for name, summary in data["summary"].items():
         write(

@@ -67,7 +67,7 @@ def show_shard(console: Console, data: dict[str, Any], blocks: list[dict[str, An
     settings = data["settings"]
     part, parts = settings["shard"]
     rows = max(b["rows"] for b in blocks)
-    write(console, f"{data['model']['id']}, {plural(len(blocks), 'block')}")
+    write(console, f"{title(data['model']['id'])}, {plural(len(blocks), 'block')}")
     write(
         console,
         f"shard {part} of {parts}: {settings['read']} of {settings['tokens']} tokens, {rows} rows "

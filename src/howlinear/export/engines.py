@@ -5,7 +5,7 @@
 
 transformers and vLLM run in processes of their own (`engine_worker`), llama.cpp as a server (`llama_cpp`). An
 engine reads the export and the original in the same format and type. Ours are the predictions of the
-stored values in float32. For GGUF files the original is also run in q8_0 and q4_0, the types that a user
+stored values in float32. For GGUF files both are also run in q8_0 and q4_0: a smaller type is what a user
 might choose instead of fewer parameters. Speeds are measured by turns, as in `losses.speed`.
 """
 
@@ -195,21 +195,30 @@ def _stored(folder: Path, original: Any, source: str | Path | None, work: Path) 
         )
         place, stored = work / "original", getattr(torch, dtype)
         round_weights(original.float(), stored)
-        with stored_as(original, stored):
+        with loading.quiet(), stored_as(original, stored):
             original.save_pretrained(place)
         return [Stored("export", folder, model), Stored("original", place, original)]
-    file, path = gguf_write.source_of(source), folder / gguf_write.FILE
-    own = gguf_write.Source.of(path).architecture != gguf_write.ARCHITECTURE
-    models = [Stored(f"export {dtype}", path, gguf_read.read_back(path))]
+    path, before = folder / gguf_write.FILE, gguf_write.source_of(source)
+    export = gguf_read.read_back(path)
+    models = [Stored(f"export {dtype}", path, export)]
     for name in dict.fromkeys((dtype, *PEERS)):
-        path = work / name / gguf_write.FILE
-        path.parent.mkdir()
-        if own:  # the family's architecture
-            gguf_family.write_family(original, path, name, file)
-        else:
-            gguf_write.write_gguf(copy.deepcopy(original).float(), path, name, file)
-        models.append(Stored(f"original {name}", path, gguf_read.read_back(path)))
+        models.append(_stored_gguf("original", original, before, name, work))
+        if name != dtype:
+            models.append(_stored_gguf("export", export, gguf_write.Source.of(path), name, work))
     return models
+
+
+def _stored_gguf(
+    title: str, model: Any, source: gguf_write.Source, name: str, work: Path
+) -> Stored:
+    """A model as a GGUF file of another type, with the metadata of its source."""
+    path = work / f"{title}-{name}" / gguf_write.FILE
+    path.parent.mkdir()
+    if gguf_write.why_not_deci(model, source):  # the family's own architecture
+        gguf_family.write_family(model, path, name, source)
+    else:
+        gguf_write.write_gguf(copy.deepcopy(model).float(), path, name, source)
+    return Stored(f"{title} {name}", path, gguf_read.read_back(path))
 
 
 def _loaded(folder: Path) -> Any:
