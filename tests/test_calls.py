@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModel, BatchEncoding
 
 import howlinear as hl
 import tiny
+from howlinear.linear.affine import UnitMap
+from howlinear.models.units import taken
 from howlinear.profiling.needs import profile_needs
 
 IDS = torch.randint(tiny.VOCABULARY, (48, 32), generator=torch.Generator().manual_seed(0))
@@ -174,6 +176,22 @@ def test_errors_of_tokens(model, result):
     assert torch.equal(once.error, found.error)
     with pytest.raises(ValueError, match="the text is empty"):
         hl.residuals(model, iter([]), 1)
+
+
+def test_positions_are_counted_from_the_first_token(model, result):
+    mask = torch.ones_like(IDS)
+    mask[:, :5] = 0  # padding on the left
+    padded = hl.residuals(model, {"input_ids": IDS, "attention_mask": mask}, 1, result.maps[1])
+    assert padded.position.min() == 0
+    assert padded.position.max() == IDS.shape[1] - 6
+
+
+def test_maps_with_hidden_units_have_errors_too(model, result):
+    block = hl.blocks(model)[1]
+    none = torch.zeros(block.d_out, 1)
+    kept = UnitMap(result.maps[1], (0,), none, taken(model, block, (0,)))  # writes nothing
+    own, plain = (hl.residuals(model, IDS, 1, m).error for m in (kept, result.maps[1]))
+    torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-6)
 
 
 def test_the_skip_connection_of_a_transcoder(result):

@@ -1,5 +1,6 @@
 """Exports in other engines, beside the original: `howlinear bench --engines`."""
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -147,10 +148,53 @@ def test_what_is_not_there_is_said(exported, monkeypatch):
 
 
 def test_code_is_run_only_if_asked_for(tmp_path):
-    record = {"kind": "compress", "schema": 1, "exported": {"kind": "hf", "dtype": "float32"}}
-    (tmp_path / "compress.json").write_text(json.dumps(record))
+    (tmp_path / "compress.json").write_text(json.dumps(recorded("hf", "float32")))
     found = run_engines(tmp_path, None, None, WINDOWS, SHORT)
     assert "trust_remote_code is off" in found.engines[0]["problem"]
+
+
+def test_code_of_a_stock_folder_is_not_run(tmp_path):
+    """Even if asked to trust: the kind is what the folder says of itself."""
+    model, out = tiny_llama(), tmp_path / "out"
+    model.save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Evil", "AutoConfig": "evil.EvilConfig"}
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (out / "compress.json").write_text(json.dumps(recorded("stock", "float32")))
+    (tmp_path / "work").mkdir()
+    engines._stored(out, model, None, tmp_path / "work", trust=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def recorded(kind, dtype, **more):
+    model = {"id": "org/name", "weights": "0"}
+    record = {"kind": "compress", "schema": 1, "model": model}
+    return record | {"exported": {"kind": kind, "dtype": dtype}} | more
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(recorded("hf", "nope"), recorded("gguf", "/tmp/x"), recorded("onnx", "float32")),
+        *(recorded("hf", "float32", model={}), recorded("hf", "float32", exported="x")),
+        {"kind": "compress", "schema": 1},
+    ],
+)
+def test_a_foreign_record_is_refused(record, tmp_path):
+    (tmp_path / "compress.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="no folder with a model that `howlinear compress` wrote"):
+        engines.exported_kind(tmp_path)
+
+
+def test_an_engine_that_breaks_spoils_no_export(exported, monkeypatch):
+    def breaks(*args):
+        raise RuntimeError("no such thing\nat all")
+
+    row = dataclasses.replace(engines.ENGINES["llama.cpp"], missing=lambda: None, start=breaks)
+    monkeypatch.setattr(engines, "ENGINES", {"llama.cpp": row})
+    (note,) = engines.engine_notes(exported, "gguf", tiny_llama(), WINDOWS)
+    assert note == "does not run in llama.cpp here: no such thing at all"
 
 
 # ------------------------------------------------------------------------------- the command
@@ -166,4 +210,4 @@ def test_the_command(exported, packed, here, tmp_path):
     assert "llama.cpp" in done.stdout
     wrong = here("bench", packed.parent, "--engines")
     assert wrong.returncode == 2
-    assert "no folder that `howlinear compress` wrote" in wrong.stderr
+    assert "no folder with a model that `howlinear compress` wrote" in wrong.stderr

@@ -7,6 +7,7 @@ from howlinear import blocks
 from howlinear.cli.flags import bytes_of
 from howlinear.compression.goals import LENGTH, share_for_bytes, share_for_speed
 from howlinear.compression.prices import Sizes
+from howlinear.losses.speed import prefill_multiply_adds
 from howlinear.models.families import parameter_count
 
 
@@ -52,3 +53,25 @@ def test_a_speed_becomes_parameters(net):
     assert share_for_speed(net, at, 1.2) > share
     with pytest.raises(ValueError, match="cannot be reached"):
         share_for_speed(net, at, 50)
+
+
+def test_experts_count_as_often_as_they_run():
+    """Each token runs two of its experts: the share is of what runs, not of all parameters."""
+    mixture = tiny.model("mixtral")
+    at = blocks(mixture)
+    least = share_for_speed(mixture, at, 1.2)
+    assert share_for_speed(mixture, at, 1.1) < least < 1
+    every = prefill_multiply_adds(mixture, LENGTH)
+    experts = mixture.config.num_local_experts
+    assert every < LENGTH * Sizes(mixture, at).total  # as if each token ran each expert
+    assert experts > mixture.config.num_experts_per_tok
+    with pytest.raises(ValueError, match="cannot be reached"):
+        share_for_speed(mixture, at, 3)
+
+
+def test_models_with_few_positions_or_without_text(net):
+    short = tiny.model("gpt2", n_positions=64)
+    assert 0 < share_for_speed(short, blocks(short), 1.05) < 1
+    images = tiny.model("vit")
+    with pytest.raises(ValueError, match="not text"):
+        share_for_speed(images, blocks(images), 1.05)

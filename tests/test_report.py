@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import scipy.stats
 
+from howlinear.records.verdicts import SAFE
 from howlinear.report import draw, page, read_run, read_runs
 from howlinear.report.canvas import Canvas, Panel, Scale, reach
 from howlinear.report.files import cell, converted, drawings, write_figures
@@ -367,7 +368,7 @@ def test_markup_escapes_what_is_not_markup():
     ],
 )
 def test_verdicts_say_why(own, cost, word, says):
-    found, why = verdict(block(0, **own), None if cost is None else swap(0, **cost))
+    found, why = verdict(block(0, **own), None if cost is None else swap(0, **cost), SAFE)
     assert found == word
     assert found in WORDS
     assert says in why

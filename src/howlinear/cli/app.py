@@ -114,8 +114,15 @@ class _Escaped(logging.Formatter):
         return "\n".join(map(escaped, super().format(record).splitlines()))
 
 
+def _flags() -> set[str]:
+    """The flags of all commands."""
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    every = [c for group in commands for c in getattr(group, "commands", {"": group}).values()]
+    return {flag for command in every for option in command.params for flag in option.opts}
+
+
 def _fail(message: str, code: int) -> None:
     rank = f"rank {os.environ['RANK']}: " if follows() else ""
-    line = f"howlinear: {rank}{' '.join(with_flags(message).split())}"
+    line = f"howlinear: {rank}{' '.join(with_flags(message, _flags()).split())}"
     print(escaped(line), file=sys.stderr, flush=True)
     sys.exit(code)

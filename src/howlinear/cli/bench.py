@@ -11,7 +11,7 @@ from howlinear.cli import flags
 from howlinear.cli.output import made_by, print_json, say
 from howlinear.cli.printer import Column, digits, or_dash, print_table, terminal_console, write
 from howlinear.cli.sources import Loader, window_length
-from howlinear.records.words import count, number, perplexity, size
+from howlinear.records.words import count, number, perplexity, plural, size
 
 Against = Annotated[
     str | None,
@@ -113,10 +113,17 @@ def _in_engines(
         raise ValueError(
             f"{described['id']} is not the model that became {folder}: name it with --against"
         )
-    length = window_length(original, tokenizer, timing["length"] + 1) - 1  # one more is decoded
+    length = (
+        cutting.fitting_length(original, tokenizer, timing["length"] + 1) - 1
+    )  # and one decoded
     windows = cutting.spread_windows(text.report(), tokenizer, length, tokens=max(tokens, length))
     say(f"running {folder} in every engine that is installed")
     settings = EngineSettings(**timing | {"length": length}, trust=loader.trust_remote_code)
+    if length < 2 or cutting.fitting_length(original, tokenizer, settings.most) < settings.most:
+        raise ValueError(
+            f"windows of {length} tokens, and {settings.most} in all, do not suit this model: change "
+            "--max-length or --new-tokens"
+        )
     result = run_engines(folder, original, source, windows["input_ids"], settings)
     result.about.update(model=described, text=text.name)
     return result
@@ -200,14 +207,14 @@ def show_engines(console: Console, data: dict[str, Any]) -> None:
         console,
         f"{s['tokens']} tokens of {data['text']} in windows of {s['window']}; "
         f"{s['length']} tokens of prefill, {s['new_tokens']} decoded, {s['repeats']} times; "
-        f"{s['threads']} threads",
+        f"{plural(s['threads'], 'thread')}",
     )
     if data["rows"]:
         print_table(console, ENGINE_COLUMNS, data["rows"])
         write(
             console,
-            "largest difference: of a token's log-probability from ours, in nats; same texts: of "
-            "five prompts, those continued by the same 32 tokens",
+            "largest difference: of a token's log-probability from ours, in nats; same texts: "
+            "prompts that both continue by the same 32 tokens",
         )
     for row in data["rows"]:
         if row.get("largest_margin") is not None:

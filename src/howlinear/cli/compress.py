@@ -391,6 +391,6 @@ def _show_export(console: Console, exported: dict[str, Any]) -> None:
     write(
         console,
         f"written in {kind}: {exported['parameters']:,} parameters, "
-        f"{exported['bytes'] / 1e6:.1f} MB{instead}{stored}; {again}, it agrees",
+        f"{(tensors or exported['bytes']) / 1e6:.1f} MB{instead}{stored}; {again}, it agrees",
     )
     write_notes(console, exported["notes"])

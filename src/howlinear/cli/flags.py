@@ -7,6 +7,7 @@ A flag is a type with its help text: `device: Device = "cpu"` in a command's sig
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated
 
@@ -93,12 +94,17 @@ RENAMED = {  # arguments whose flags have other names
 }
 
 
-def with_flags(message: str) -> str:
-    """A message of the library with its arguments as flags: `bos="auto"` becomes --bos auto."""
+def with_flags(message: str, known: Container[str]) -> str:
+    """A message of the library with its arguments as flags: `bos="auto"` becomes --bos auto.
+
+    Only names of `known` flags: messages of other libraries have words in backquotes too.
+    """
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
         option = RENAMED.get(name, f"--{name.replace('_', '-')}")
+        if option not in known:
+            return match[0]
         return option if value in (None, "True") else f"{option} {value}"
 
     return re.sub(r'`([a-z_]+)(?:="?([\w-]+)"?)?`', flag, message)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from howlinear.compression.prices import Sizes
-from howlinear.losses.speed import multiply_adds, prefill
+from howlinear.losses.speed import prefill_multiply_adds
 from howlinear.models.families import Block, parameter_count
-from howlinear.models.offload import device_of
+from howlinear.models.hooks import swapped
 from howlinear.records.words import size
 
 HEADER = 128  # bytes of a file's header for each tensor, at most
@@ -40,15 +40,21 @@ def share_for_bytes(model: nn.Module, at: Sequence[Block], wanted: int) -> float
 def share_for_speed(model: nn.Module, at: Sequence[Block], wanted: float) -> float:
     """The share that must go so that prefill has `wanted` times fewer multiply-adds.
 
-    A parameter of a block takes one multiply-add a token.
+    A share of the parameters takes the same share of the blocks' multiply-adds with it.
     """
-    ids = torch.zeros(1, LENGTH, dtype=torch.long, device=device_of(model))
-    every = multiply_adds(partial(prefill, model, ids))
-    share = every * (1 - 1 / wanted) / (LENGTH * Sizes(model, at).total)
+    every = prefill_multiply_adds(model, LENGTH)
+    nothing = {b: partial(_zeros, b.d_out) for b in at}
+    with swapped(model, nothing):
+        rest = prefill_multiply_adds(model, LENGTH)
+    share = every * (1 - 1 / wanted) / max(every - rest, 1)
     if not 0 < share < 1:
-        most = every / max(every - LENGTH * Sizes(model, at).total, 1)
+        most = every / max(rest, 1)
         raise ValueError(
             f"a speed-up of {wanted:g} cannot be reached: without any feed-forward block prefill has "
             f"{most:.2f} times fewer multiply-adds (`speedup`, above 1)"
         )
     return share
+
+
+def _zeros(width: int, x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], width)

@@ -59,8 +59,8 @@ linear maps are hidden units with a constant gate. It is written for vLLM:
 vllm serve . --trust-remote-code
 ```
 
-The code is the class of the config, `configuration_decilm.py`. No engine was run when this file was written:
-the folder was read by a loader of howlinear, and agrees with the model that was measured.
+The code is the class of the config, `configuration_decilm.py`. A loader of howlinear read the folder, and it agrees
+with the model that was measured.
 
 ```python
 from howlinear.export.nemotron_nas import read_back
@@ -80,7 +80,6 @@ The file was read again and its bytes agree with the model that was measured. `h
 runs it in the engines that are installed and compares them with these bytes.
 """,
 }
-TITLES = {"stock": "fewer hidden units"}
 ENGINES = """
 Engines that read models of this class read it too. `howlinear bench . --engines` runs those that are installed and
 compares them with these weights.
@@ -131,7 +130,7 @@ def card(
         load += ENGINES
     return CARD.format(
         front=yaml_dump(front),
-        title=f"{base.rpartition('/')[2]} with {TITLES.get(kind, 'linear blocks')}",
+        title=f"{base.rpartition('/')[2]} with smaller feed-forward blocks",
         base=base,
         count=count,
         total=total,

@@ -39,6 +39,7 @@ from howlinear.export import (
     gguf_write,
     llama_cpp,
     nemotron_nas,
+    stock,
 )
 from howlinear.export.llama_cpp import LlamaCpp, Prediction
 from howlinear.export.weights import file_bytes, round_weights, stored_as
@@ -60,6 +61,8 @@ from howlinear.report.results import Result
 
 PROMPTS, CONTINUED = 5, 32  # continuations that are compared, and their tokens
 PEERS = ("q8_0", "q4_0")  # types of the original beside a GGUF file
+FLOATS = ("float32", "bfloat16", "float16")
+DTYPES = {"hf": FLOATS, "stock": FLOATS, "nemotron-nas": FLOATS, "gguf": gguf_write.TYPES}
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,15 @@ def exported_kind(folder: str | Path) -> dict[str, Any]:
     """compress.json of an export; ValueError for any other folder."""
     path = Path(folder) / "compress.json"
     data = files.read_json(path, "compress") if path.is_file() else {}
-    if not data.get("exported"):
-        raise ValueError(f"{folder} is no folder that `howlinear compress` wrote")
+    exported, model = data.get("exported"), data.get("model")
+    known = isinstance(exported, dict) and isinstance(model, dict)
+    known = known and exported.get("dtype") in DTYPES.get(str(exported.get("kind")), ())
+    if (
+        not known
+        or not {"id", "weights"} <= model.keys()
+        or (path.parent / "profile.json").exists()
+    ):
+        raise ValueError(f"{folder} is no folder with a model that `howlinear compress` wrote")
     return data
 
 
@@ -151,10 +161,14 @@ def run_engines(
             problem = row.missing() or (None if kind in row.kinds else f"does not run {kind}")
             if problem is None and kind in row.code and not settings.trust:
                 problem = "needs the code in the folder, and trust_remote_code is off"
+            if problem is None and not generates(original):
+                problem = "is compared by generated text, and this model generates none"
             facts = {"name": name, "version": None, "problem": problem, "verdict": None}
             engines.append(facts)
             if problem is None:
-                stored = stored or _stored(Path(folder), original, source, Path(work))
+                stored = stored or _stored(
+                    Path(folder), original, source, Path(work), settings.trust
+                )
                 rows += _in_engine(name, row, stored, windows, settings, facts)
     shape = {"tokens": int(windows.numel()), "window": windows.shape[1]}
     shape["threads"] = torch.get_num_threads()
@@ -175,8 +189,8 @@ def engine_notes(folder: Path, kind: str, model: Any, windows: Tensor) -> list[s
         try:
             with row.start(Stored("export", path, model), settings) as (version, engine):
                 found = _agreement(engine, model, windows)
-        except ValueError as problem:
-            notes.append(f"does not run in {name} here: {problem}")
+        except Exception as problem:  # of other programs: the export is good without them
+            notes.append(f"does not run in {name} here: {one_line(problem)}")
             continue
         notes.append(
             f"ran in {name} {version}: log-probabilities of {found['scored']} tokens differ from those of "
@@ -185,23 +199,29 @@ def engine_notes(folder: Path, kind: str, model: Any, windows: Tensor) -> list[s
     return notes
 
 
-def _stored(folder: Path, original: Any, source: str | Path | None, work: Path) -> list[Stored]:
+def _stored(
+    folder: Path, original: Any, source: str | Path | None, work: Path, trust: bool
+) -> list[Stored]:
     """The export, the original in the same type, and for GGUF files the original in smaller types."""
     exported = exported_kind(folder)["exported"]
     kind, dtype = exported["kind"], exported["dtype"]
     if kind != "gguf":
-        model = (
-            nemotron_nas.read_back(folder).float() if kind == "nemotron-nas" else _loaded(folder)
-        )
+        if kind == "nemotron-nas":
+            model = nemotron_nas.read_back(folder).float()
+        else:  # stock exports need no code
+            model, _ = loading.load(str(folder), trust_remote_code=trust and kind == "hf")
         place, stored = work / "original", getattr(torch, dtype)
         round_weights(original.float(), stored)
         with loading.quiet(), stored_as(original, stored):
-            original.save_pretrained(place)
+            stock.save(original, place)
         return [Stored("export", folder, model), Stored("original", place, original)]
     path, before = folder / gguf_write.FILE, gguf_write.source_of(source)
     export = gguf_read.read_back(path)
     models = [Stored(f"export {dtype}", path, export)]
     for name in dict.fromkeys((dtype, *PEERS)):
+        if name == "source":
+            models.append(Stored("original source", before.path, original))
+            continue
         models.append(_stored_gguf("original", original, before, name, work))
         if name != dtype:
             models.append(_stored_gguf("export", export, gguf_write.Source.of(path), name, work))
@@ -219,10 +239,6 @@ def _stored_gguf(
     else:
         gguf_write.write_gguf(copy.deepcopy(model).float(), path, name, source)
     return Stored(f"{title} {name}", path, gguf_read.read_back(path))
-
-
-def _loaded(folder: Path) -> Any:
-    return loading.load(str(folder), trust_remote_code=True)[0]  # asked for in `run_engines`
 
 
 # -------------------------------------------------------------------------------------- engines
@@ -300,7 +316,8 @@ def _vllm_python() -> str:
     if importlib.util.find_spec("vllm"):
         return sys.executable
     program = shutil.which("vllm")
-    return str(Path(program).parent / "python") if program else ""
+    python = Path(program).resolve().parent / "python" if program else None
+    return str(python) if python and python.is_file() else ""
 
 
 @dataclass(frozen=True)
@@ -354,8 +371,8 @@ def _in_engine(
                 facts["version"], engine = stack.enter_context(row.start(each, settings))
                 rows[-1] |= _agreement(engine, each.model, windows)
                 running.append((rows[-1], each, engine))
-            except ValueError as error:  # what the engine says
-                rows[-1]["problem"] = str(error)
+            except Exception as error:  # what the engine says
+                rows[-1]["problem"] = one_line(error)
         timed = _timed(running, windows, settings)
     if len(timed) > 1 and rows[0]["problem"] is None and rows[1]["problem"] is None:
         facts["verdict"] = SpeedComparison(timed[0], timed[1]).verdict
@@ -373,7 +390,9 @@ def _agreement(engine: Engine, model: Any, windows: Tensor) -> dict[str, Any]:
         answers = zip(own, ours.argmax(-1).tolist(), engine.score(ids.tolist()), strict=True)
         pairs += [(value, best, answer) for value, best, answer in answers if answer is not None]
     theirs = [answer.log_probability for _, _, answer in pairs]
-    margins = [_margin(engine, model, ids) for ids in windows[:PROMPTS]]
+    text = windows.flatten()
+    prompts = [text[i * len(text) // (PROMPTS + 1) :][:PROMPT] for i in range(PROMPTS)]
+    margins = [m for m in (_margin(engine, model, ids) for ids in prompts) if m == m]
     return {
         "scored": len(pairs),
         "perplexity": math.exp(-sum(theirs) / len(pairs)),
@@ -381,23 +400,26 @@ def _agreement(engine: Engine, model: Any, windows: Tensor) -> dict[str, Any]:
         "largest_difference": max(abs(own - answer[0]) for own, _, answer in pairs),
         "top1": sum(best == answer.most_likely for _, best, answer in pairs) / len(pairs),
         "continuations": len(margins),
-        "continuations_same": sum(margin is None for margin in margins),
-        "largest_margin": max((m for m in margins if m is not None), default=None),
+        "continuations_same": sum(margin == 0 for margin in margins),
+        "largest_margin": max((m for m in margins if m), default=None),
     }
 
 
-def _margin(engine: Engine, model: Any, ids: Tensor) -> float | None:
-    """None if the engine continues a prompt with the same 32 tokens, greedily.
+def _margin(engine: Engine, model: Any, ids: Tensor) -> float:
+    """0 if the engine would continue a prompt with the 32 tokens that we do, greedily.
 
-    Else by how many nats it prefers another token at the first difference; about 0 for a tie.
+    Else by how many nats it prefers another token at the first difference; small for a tie. NaN where
+    it does not say what it predicts. It is asked for the probabilities of our continuation.
     """
-    prompt = ids[None, :PROMPT]
+    prompt = ids[None]
     ours = torch.cat([prompt, decode(model, prompt, CONTINUED - 1)[0]], 1)[0].tolist()
     answers = engine.score(ours)[-CONTINUED:]
     for token, answer in zip(ours[-CONTINUED:], answers, strict=True):
-        if answer is not None and answer.most_likely != token:
-            return answer.highest - answer.log_probability
-    return None
+        if answer is None:
+            return math.nan
+        if answer.most_likely != token:
+            return max(answer.highest - answer.log_probability, 1e-9)
+    return 0.0
 
 
 def _timed(

@@ -27,6 +27,9 @@ from typing import Any, NamedTuple
 
 SURE = 1000.0  # added to the score of the token that is to be sampled
 PATIENCE = 120  # seconds until a server answers
+NO_PROXY = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # the server is on this machine
 
 
 def installed() -> str | None:
@@ -101,7 +104,10 @@ def _in_process(path: str, length: int, threads: int) -> Iterator[Callable[..., 
     settings.n_ctx, settings.n_parallel = length, 1
     settings.verbosity, settings.warmup = -1, False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(settings)  # ends when nothing refers to it
+    try:
+        server = xllamacpp.Server(settings)  # ends when nothing refers to it
+    except RuntimeError as problem:
+        raise ValueError(f"llama.cpp does not load {path}: {problem}") from None
     yield lambda request: _checked(server.handle_completions(request))
 
 
@@ -128,7 +134,7 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> None:
         if server.poll() is not None:
             raise ValueError(f"llama-server ended with code {server.returncode}")
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with NO_PROXY.open(url, timeout=5):
                 return
         except OSError:  # not listening yet, or still loading
             time.sleep(0.2)
@@ -141,8 +147,11 @@ def _posted(address: str, request: dict[str, Any]) -> dict[str, Any]:
     post = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(request).encode(), headers
     )
-    with urllib.request.urlopen(post, timeout=PATIENCE) as answer:
-        return _checked(json.load(answer))
+    try:
+        with NO_PROXY.open(post, timeout=PATIENCE) as answer:
+            return _checked(json.load(answer))
+    except OSError as problem:
+        raise ValueError(f"llama-server does not answer: {problem}") from None
 
 
 def _prediction(answer: dict[str, Any]) -> Prediction:

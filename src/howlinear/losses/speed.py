@@ -400,6 +400,17 @@ def multiply_adds(run: Callable[[], Any]) -> int:
     return int(counter.get_total_flops()) // 2
 
 
+def prefill_multiply_adds(model: nn.Module, length: int) -> int:
+    """Multiply-adds of one prefill of random tokens, no more than the model has positions."""
+    most = _config(model, "max_position_embeddings")
+    length = min(length, most) if isinstance(most, int) else length
+    settings = SpeedSettings(length=length, new_tokens=1)
+    _check(model, settings)
+    ids = _tokens([model], settings).to(device_of(model))
+    with torch.no_grad(), evaluating(model):
+        return multiply_adds(partial(prefill, model, ids))
+
+
 def _formulas() -> dict[Any, Callable[..., int]]:
     aten = torch.ops.aten
     formulas = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.linear.affine import Map
+from howlinear.linear.affine import Affine, Map
 from howlinear.linear.moments import Moments
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import fit
@@ -105,5 +105,8 @@ def _errors(batch: Batch, rows: Rows, maps: list[Any]) -> tuple[Tensor, ...]:
     error = y.new_zeros(len(y))
     for number, fitted in enumerate(maps):
         mine = window % 2 == number
-        error[mine] = (y[mine] - fitted(x[mine])).square().sum(1)
-    return token, window, places % rows.lead[1], error, y
+        inputs = (
+            x if isinstance(fitted, Affine) else rows.x.cpu()
+        )  # hidden units have a dtype of their own
+        error[mine] = (y[mine] - fitted(inputs[mine]).double()).square().sum(1)
+    return token, window, rows.position.cpu(), error, y

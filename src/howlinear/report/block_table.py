@@ -76,7 +76,7 @@ def _heading(name: str, about: str, words: str) -> Markup:
 
 def _body(run: Run, i: int, b: BlockProfile, cells: dict[str, Cell]) -> Markup:
     s, place, opened = run.swaps.get(b.index), block_id(i, b.index), f"more-{i}-{b.index}"
-    word, why = verdict(b, s)
+    word, why = verdict(b, s, run.limit)
     opener = tag(
         "button",
         b.index,
@@ -160,19 +160,20 @@ def numbers(runs: Sequence[Run]) -> dict[str, Any]:
             {
                 "name": run.name,
                 **{name: run.about.get(name) for name in about},
-                "blocks": [_numbers(b, run.swaps.get(b.index)) for b in run.blocks],
+                "blocks": [_numbers(run, b) for b in run.blocks],
             }
             for run in runs
         ],
     }
 
 
-def _numbers(b: BlockProfile, s: BlockSwap | None) -> dict[str, Any]:
+def _numbers(run: Run, b: BlockProfile) -> dict[str, Any]:
+    s = run.swaps.get(b.index)
     return {
         **{name: _short(getattr(b, name)) for name in PROFILED},
         "r2_feature_median": _short(b.r2_feature.get("median")),
         "swap": {name: _short(getattr(s, name)) for name in SWAPPED} if s else None,
-        "verdict": verdict(b, s)[0],
+        "verdict": verdict(b, s, run.limit)[0],
     }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from howlinear.records.fields import BlockProbe, BlockProfile, BlockSwap
+from howlinear.records.verdicts import SAFE
 from howlinear.records.words import finite, ranges, short_names, title
 from howlinear.run.folder import COURSE, RunFolder, records_of
 
@@ -59,6 +60,11 @@ class Run:
     def title(self) -> str:
         """The model's name, without folders where it is an absolute path."""
         return title(self.model)
+
+    @property
+    def limit(self) -> float:
+        """Nats per token below which a swap is called safe."""
+        return inside(self.swap, "settings", "safe") or SAFE
 
     def depth(self, index: int, relative: bool) -> float:
         """A block's place on the axis: its index, or from 0 to 1 beside runs of other depths."""

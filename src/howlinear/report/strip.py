@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from howlinear.records.fields import BlockProfile
-from howlinear.records.verdicts import SAFE, costly_from
+from howlinear.records.verdicts import costly_from
 from howlinear.records.words import compact, finite, number, plural, ranges
 from howlinear.report.markup import Markup, joined, tag
-from howlinear.report.runs import Run, inside
+from howlinear.report.runs import Run
 from howlinear.report.styles import SHADES
 from howlinear.report.verdicts import ESTIMATED, LOOKS, MEASURED, SAFE_WORDS, words
 
@@ -43,14 +43,9 @@ def strips(runs: Sequence[Run]) -> Markup | None:
     costs = any(word != "not measured" for *_, verdicts in drawn for word in verdicts.values())
     rows = [_strip(run, i, verdicts if costs else {}, several) for i, run, verdicts in drawn]
     present = {word for *_, verdicts in drawn for word in verdicts.values()}
-    legend = _legend(present, limit(runs[0])) if costs else _scale()
+    legend = _legend(present, runs[0].limit) if costs else _scale()
     lines = (_sentence(run, i, verdicts, several) for i, run, verdicts in drawn)
     return tag("section", *rows, legend, *lines, id="verdicts", aria_label="Verdicts by block")
-
-
-def limit(run: Run) -> float:
-    """Nats per token below which a swap is called safe."""
-    return inside(run.swap, "settings", "safe") or SAFE
 
 
 def _strip(run: Run, i: int, verdicts: dict[int, str], named: bool) -> Markup:
@@ -111,7 +106,7 @@ def _sentence(run: Run, i: int, verdicts: dict[int, str], named: bool) -> Markup
 
 def _answer(run: Run, verdicts: dict[int, str]) -> str:
     """How many blocks can be replaced, or how linear they are where no cost is known."""
-    safe, blocks = limit(run), plural(len(run.blocks), "block")
+    safe, blocks = run.limit, plural(len(run.blocks), "block")
     measured = [index for index, word in verdicts.items() if word in MEASURED]
     if measured:
         return _measured(run, verdicts, measured, safe)

@@ -52,11 +52,11 @@ MEASURED = tuple(word for word, look in LOOKS.items() if look.measured)
 ESTIMATED = ("likely safe", "likely some cost", "likely costly")
 
 
-def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
+def verdict(b: BlockProfile, s: BlockSwap | None, safe: float) -> tuple[str, str]:
     """One of WORDS, and why."""
     kl = finite(s.kl) if s else None
     if s is None:
-        word, reasons = _estimated(b)
+        word, reasons = _estimated(b, safe)
     elif kl is None or s.verdict not in MEASURED:  # the model has no next-token loss
         word, reasons = "not measured", ["The model has no next-token loss. Its map: cosine "]
         error = compact(finite(s.stream_error))
@@ -68,7 +68,7 @@ def verdict(b: BlockProfile, s: BlockSwap | None) -> tuple[str, str]:
 
 def words(run: Run) -> dict[int, str]:
     """The verdict of each block, by index."""
-    return {b.index: verdict(b, run.swaps.get(b.index))[0] for b in run.blocks}
+    return {b.index: verdict(b, run.swaps.get(b.index), run.limit)[0] for b in run.blocks}
 
 
 def _measured(s: BlockSwap, kl: float) -> tuple[str, list[str]]:
@@ -93,11 +93,11 @@ def _uncertainty(s: BlockSwap, kl: float, se: float | None) -> str:
     return f"{reach}{few}: more held-out text decides (--tokens)."
 
 
-def _estimated(b: BlockProfile) -> tuple[str, list[str]]:
+def _estimated(b: BlockProfile, safe: float) -> tuple[str, list[str]]:
     nats = finite(b.expected_kl)
     if nats is None:
         return "not measured", ["Not swapped, and there is no estimate."]
-    word = ESTIMATED[cost_level(nats)]
+    word = ESTIMATED[cost_level(nats, safe)]
     reasons = ["Estimated from the profile, not measured."]
     if word == ESTIMATED[2] and writes_sink(b):
         reasons.append("With the hidden units kept that write the sink, likely far less.")

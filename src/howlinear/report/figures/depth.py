@@ -14,7 +14,6 @@ from howlinear.records.words import compact, finite, number
 from howlinear.report.canvas import Canvas, Panel, Point, Scale, r2_floor, reach
 from howlinear.report.figure import NARROW, WIDE, Choice, Entry, Figure, key, looks, run_dot
 from howlinear.report.runs import Run
-from howlinear.report.strip import limit
 from howlinear.report.verdicts import LOOKS, words
 
 LEFT = 42
@@ -197,7 +196,7 @@ def cost_ends(costs: Sequence[float | None]) -> tuple[float, float]:
 
 
 def _cost_panel(sheet: Sheet, runs: Sequence[Run], swapped: bool) -> None:
-    safe = limit(runs[0])
+    safe = runs[0].limit
     limits = (safe, costly_from(safe))
     swaps = [s for run in runs for s in run.swaps.values()]
     known = [c for s in swaps for c in (s.kl, s.kl_plain if s.units else None)]
