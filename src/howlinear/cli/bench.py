@@ -95,27 +95,24 @@ def _in_engines(
     timing: dict[str, int],
 ) -> Any:
     """The engines' results for an export, beside the original at `against` or where it was."""
-    from howlinear.export.engines import EngineSettings, exported_kind, run_engines
+    from howlinear.export.engines import EngineSettings, run_engines
     from howlinear.models import corpus, cutting, loading
 
     if folder is None:
         raise ValueError("--engines runs a folder that `howlinear compress` wrote: name it")
-    recorded = exported_kind(folder)["model"]
-    source = flags.named(against) if against else recorded["id"]
-    source = None if "(built-in, GGUF" in str(source) else source
+    source, weights = _origin(folder, against)
     text = corpus.open_text(text_file)
     try:
         original, tokenizer = loader.load(source)
     except FileNotFoundError:
         raise ValueError(f"{source} is not there: name the original with --against") from None
     described = loading.describe(original, source)
-    if described["weights"] != recorded["weights"]:
+    if described["weights"] != weights:
         raise ValueError(
             f"{described['id']} is not the model that became {folder}: name it with --against"
         )
-    length = (
-        cutting.fitting_length(original, tokenizer, timing["length"] + 1) - 1
-    )  # and one decoded
+    # one more is decoded
+    length = cutting.fitting_length(original, tokenizer, timing["length"] + 1) - 1
     windows = cutting.spread_windows(text.report(), tokenizer, length, tokens=max(tokens, length))
     say(f"running {folder} in every engine that is installed")
     settings = EngineSettings(**timing | {"length": length}, trust=loader.trust_remote_code)
@@ -127,6 +124,15 @@ def _in_engines(
     result = run_engines(folder, original, source, windows["input_ids"], settings)
     result.about.update(model=described, text=text.name)
     return result
+
+
+def _origin(folder: str, against: str | None) -> tuple[str | None, str]:
+    """What `loading.load` takes for the original of an export, and the hash of its weights."""
+    from howlinear.export.engines import exported_kind
+
+    recorded = exported_kind(folder)["model"]
+    source = flags.named(against) if against else str(recorded["id"])
+    return None if source and "(built-in, GGUF" in source else source, str(recorded["weights"])
 
 
 # -- tables

@@ -129,13 +129,13 @@ def exported_kind(folder: str | Path) -> dict[str, Any]:
     """compress.json of an export; ValueError for any other folder."""
     path = Path(folder) / "compress.json"
     data = files.read_json(path, "compress") if path.is_file() else {}
-    exported, model = data.get("exported"), data.get("model")
-    known = isinstance(exported, dict) and isinstance(model, dict)
-    known = known and exported.get("dtype") in DTYPES.get(str(exported.get("kind")), ())
+    parts = (data.get("exported"), data.get("model"))
+    exported, model = (part if isinstance(part, dict) else {} for part in parts)
+    known = exported.get("dtype") in DTYPES.get(str(exported.get("kind")), ())
     if (
         not known
         or not {"id", "weights"} <= model.keys()
-        or (path.parent / "profile.json").exists()
+        or path.with_name("profile.json").exists()
     ):
         raise ValueError(f"{folder} is no folder with a model that `howlinear compress` wrote")
     return data
