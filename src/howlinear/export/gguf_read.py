@@ -29,6 +29,8 @@ def read_back(path: str | Path) -> nn.Module:
     settings = {key.removeprefix(f"{ARCHITECTURE}."): f.value for key, f in file.fields.items()}
     model: Any = LlamaForCausalLM(_config(settings, file))
     for i, width in enumerate(settings["feed_forward_length"]):
+        if width != file.tensors[f"blk.{i}.ffn_up.weight"].shape[-1]:
+            raise ValueError(f"{path} states a width of {width} that block {i} does not have")
         made = feed_forward(model, width, biases=True)
         for name, part in {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}.items():
             if f"blk.{i}.ffn_{name}.bias" not in file.tensors:

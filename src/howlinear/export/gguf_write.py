@@ -63,6 +63,7 @@ class Source:
             key: Field(entry.contents(), entry.types[0], entry.types[-1])
             for key, entry in reader.fields.items()
             if not key.startswith(("GGUF.", "split."))
+            and key != "general.alignment"  # the writer's own
         }
         return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
 
