@@ -33,6 +33,7 @@ import torch
 
 import howlinear as hl
 from howlinear import builtin_text
+from howlinear.models.loading import quiet
 from howlinear.profiling.needs import profile_needs
 from howlinear.profiling.passes import Course
 from howlinear.records.words import size
@@ -170,7 +171,8 @@ def llama(folder: Path, layers: int, width: int, vocabulary: int = 1000, hidden:
     )
     path = folder / f"{layers}-{width}-{vocabulary}"
     if not path.exists():
-        LlamaForCausalLM(config).save_pretrained(path)
+        with quiet():
+            LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
 
 
@@ -223,7 +225,8 @@ def growth() -> None:
             shown = ", ".join(f"{name} {each:.1f} s" for name, each in taken.items())
             print(f"{axis} {value:>6}: {shown}", flush=True)
         for name, each in seconds.items():
-            power = statistics.linear_regression([math.log(v) for v in values], map(math.log, each))
+            logs = ([math.log(v) for v in part] for part in (values, each))
+            power = statistics.linear_regression(*logs)
             last = math.log(each[-1] / each[-2]) / math.log(values[-1] / values[-2])
             print(
                 f"  {name} grows with {axis} to the power {power.slope:.2f}, {last:.2f} at the end "
