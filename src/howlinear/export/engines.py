@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,7 +60,7 @@ from howlinear.records import files
 from howlinear.report.results import Result
 
 PROMPTS, CONTINUED = 5, 32  # continuations that are compared, and their tokens
-PEERS = ("q8_0", "q4_0")  # types of the original beside a GGUF file
+PEERS = ("q8_0", "q4_0")  # further types of both models beside a GGUF file
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = {"hf": FLOATS, "stock": FLOATS, "nemotron-nas": FLOATS, "gguf": gguf_write.TYPES}
 
@@ -429,30 +429,38 @@ def _timed(
 ) -> list[Speed]:
     """Speeds by turns, which the rows get too."""
     ids = windows.flatten()[: settings.length].tolist()
-    shape = replace(settings, length=len(ids))
-    prompt, seconds = ids[:PROMPT], [([], []) for _ in running]  # type: ignore[var-annotated]
     for _, _, engine in running:
-        engine.speed(ids, prompt, WARM_UP)
+        engine.speed(ids, ids[:PROMPT], WARM_UP)
+    turns: list[list[tuple[float, float]]] = [[] for _ in running]
     for turn in range(settings.repeats):
         for i in list(range(len(running)))[:: -1 if turn % 2 else 1]:
-            for values, value in zip(
-                seconds[i], running[i][2].speed(ids, prompt, settings.new_tokens), strict=True
-            ):
-                values.append(value)
-    speeds = []
-    for (row, stored, _), (reads, writes) in zip(running, seconds, strict=True):
-        with torch.no_grad():
-            count = multiply_adds(partial(prefill, stored.model, torch.tensor([ids])))
-        speed = Speed(
-            parameters=row["parameters"],
-            bytes=row["bytes"],
-            bytes_on_disk=row["bytes"],
-            multiply_adds=count,
-            prefill_seconds=tuple(reads),
-            decode_seconds=tuple(writes),
-            settings={"batch": 1, "length": shape.length, "new_tokens": shape.new_tokens},
-        )
-        rates = speed.fields()
-        row |= {name: rates[name] for name in ("prefill", "decode", "multiply_adds")}
-        speeds.append(speed)
-    return speeds
+            turns[i].append(running[i][2].speed(ids, ids[:PROMPT], settings.new_tokens))
+    return [
+        _speed(row, stored, ids, seconds, settings.new_tokens)
+        for (row, stored, _), seconds in zip(running, turns, strict=True)
+    ]
+
+
+def _speed(
+    row: dict[str, Any],
+    stored: Stored,
+    ids: list[int],
+    seconds: list[tuple[float, float]],
+    new_tokens: int,
+) -> Speed:
+    """The speed by the seconds of each turn, prefill and decode; its rates go into the row."""
+    with torch.no_grad():
+        count = multiply_adds(partial(prefill, stored.model, torch.tensor([ids])))
+    reads, writes = zip(*seconds, strict=True)
+    speed = Speed(
+        parameters=row["parameters"],
+        bytes=row["bytes"],
+        bytes_on_disk=row["bytes"],
+        multiply_adds=count,
+        prefill_seconds=reads,
+        decode_seconds=writes,
+        settings={"batch": 1, "length": len(ids), "new_tokens": new_tokens},
+    )
+    rates = speed.fields()
+    row |= {name: rates[name] for name in ("prefill", "decode", "multiply_adds")}
+    return speed
