@@ -2,11 +2,12 @@
 
     python benchmarks/field.py RUN --out field.json --figure field.svg
     python benchmarks/field.py RUN --out field.json --methods ours,flap --sizes 10%   # a part of it
+    python benchmarks/field.py RUN --out a.json --join b.json --figure field.svg      # results of two commands
     python benchmarks/field.py RUN --fit-tokens 8192 --tokens 1024 --sizes 10%        # a trial
 
 RUN is a run of the built-in model or another one with Llama's architecture (`make demo` leaves one in
 runs/demo). All methods are fitted on the windows of the run and measured on the same texts: the run's text to
-report on, and two texts of other domains. Sizes are shares of all parameters, an embedding that is tied
+report on, and two texts of other domains (half as many tokens of each). Sizes are shares of all parameters, an embedding that is tied
 counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
 calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 12 windows of the text
@@ -14,7 +15,9 @@ for choosing, to price its options.
 
 Every result goes to --out as soon as it is there; the same command goes on with what is missing.
 Differences are paired with the original, in nats per token with standard errors. Prefill is the speed over that
-of the original (512 tokens, taking turns, median of 5). Seconds are those of one size from nothing.
+of the original (512 tokens, taking turns, median of 5). CPU seconds are those of one size from nothing, comparisons of
+variants included. One thread by default: CPU seconds and speeds then depend little on what else the machine does, and
+two such commands share two cores (--out must differ; the third form joins their files).
 
 Each method's function says which paper it follows and what it leaves out: benchmarks/field/*.py.
 """
@@ -39,6 +42,7 @@ from field.ours import Ours
 from field.slicing import slicegpt
 from field.table import figure, markdown
 from field.units import flap, modegpt, obs, olica, wanda
+from torch import set_num_threads
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.losses.perplexity import compare_all
 from howlinear.losses.protocols import held_out_tokens
@@ -82,7 +86,7 @@ class Field:
         self.texts = {DOMAIN: source.held_out("report", self.protocol, options.tokens)[0]}
         for name in OTHERS:
             text = builtin_text(name).report()
-            more = (source.tokenizer, self.protocol, options.tokens, source.bos)
+            more = (source.tokenizer, self.protocol, options.tokens // 2, source.bos)
             self.texts[name] = held_out_tokens(text, *more)[0]
         choose = source.held_out("choose", self.protocol, options.tokens)[0]
         ours = Ours(Path(options.run), choose, self.texts[DOMAIN], self.protocol)
@@ -91,15 +95,15 @@ class Field:
             "model": source.profile["model"],
             "fit_tokens": self.calibration.ids.numel(),
             "tokens": options.tokens,
+            "threads": options.threads,
         }
-        self.rows = self._read()
+        files = [options.out] if options.out and Path(options.out).exists() else []
+        self.rows = [row for file in [*files, *options.join] for row in self._read(file)]
 
-    def _read(self) -> list[dict[str, Any]]:
-        if self.out is None or not Path(self.out).exists():
-            return []
-        kept = json.loads(Path(self.out).read_text())
+    def _read(self, file: str) -> list[dict[str, Any]]:
+        kept = json.loads(Path(file).read_text())
         if kept["settings"] != self.settings:
-            raise ValueError(f"{self.out} holds results with other settings: name another --out")
+            raise ValueError(f"{file} holds results with other settings: name another file")
         return kept["rows"]
 
     def has(self, method: str, size: float) -> bool:
@@ -137,7 +141,7 @@ class Field:
         told = losses[DOMAIN]
         print(
             f"{method} at {size:.0%}: {row['removed']:.2%} removed, {told['delta_nll']:+.4f} ± "
-            f"{told['delta_nll_se']:.4f} nats, {seconds:.0f} s ({made.note})",
+            f"{told['delta_nll_se']:.4f} nats, {seconds:.0f} CPU seconds ({made.note})",
             file=sys.stderr,
             flush=True,
         )
@@ -153,6 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--fit-tokens", type=int, default=30_000, help="of calibration text, at most"
     )
     parser.add_argument("--out", help="a JSON file that results are added to")
+    parser.add_argument("--join", action="append", default=[], help="results of another --out")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--figure", help="draw nats against size into this SVG file")
     options = parser.parse_args(arguments)
     names = options.methods.split(",")
@@ -160,9 +166,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(
             f"no method {', '.join(sorted(unknown))}: expected {', '.join(['ours', *METHODS])}"
         )
+    set_num_threads(options.threads)
     field = Field(options)
-    for name in names:
-        for size in (float(s.rstrip("%")) / 100 for s in options.sizes.split(",")):
+    for size in [float(s.rstrip("%")) / 100 for s in options.sizes.split(",") if s]:
+        for name in names:
             if not field.has(name, size):
                 field.measure(name, size)
     print(markdown(field.rows, list(field.texts)))

@@ -5,6 +5,7 @@ A size that no number of layers hits exactly is the next larger one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from field.llama import (
 )
 from howlinear.models.families import parameter_count
 
-SLEB_TOKENS = 4096  # of calibration text, on which every removal is tried
+SLEB_TOKENS = 2048  # of calibration text, on which every removal is tried
+RIDGES = (1e-6, 1e-3, 1e-1)  # of the mean diagonal: those that ReplaceMe is tried with
 
 
 def number_of_layers(calibration: Calibration, target: int) -> int:
@@ -119,24 +121,42 @@ def replaceme(calibration: Calibration, target: int) -> Made:
 
     The cut is where the states before and after have the smallest cosine distance. With M the output of
     the feed-forward block before the cut, Y the stream that it is added to and L the stream after the cut,
-    T = argmin |M T + Y - L|^2 is folded into that block's down projection: nothing is added. One cut.
+    T = argmin |M T + Y - L|^2 is folded into that block's down projection: nothing is added. One cut; the
+    best of three ridges towards 0 is kept.
     """
     count = number_of_layers(calibration, target)
     if not count:
         return Made(clone(calibration.model))
     cosines, _ = calibration.cosines
     first = 1 + int(cosines.diagonal(count)[1:].argmax())  # a layer stays in front of the cut
-    return Made(
-        folded(calibration, first, count),
-        f"layers {first} to {first + count - 1} folded into {first - 1}",
-    )
+    ways = {
+        f"layers {first} to {first + count - 1} folded into {first - 1}, ridge {ridge:g}": partial(
+            folded, first=first, count=count, ridge=ridge
+        )
+        for ridge in RIDGES
+    }
+    return calibration.best(ways)
 
 
-def folded(calibration: Calibration, first: int, count: int) -> Any:
+def folded(calibration: Calibration, first: int, count: int, ridge: float) -> Any:
     """The layers first, ..., first + count - 1 replaced by a matrix in the layer before them."""
+    W = calibration.layers[first - 1].mlp.down_proj.weight.detach()
+    MM, MR = calibration.once(
+        f"sums around {first} to {first + count}", lambda: sums_around(calibration, first, count)
+    )
+    damped = MM.clone()
+    damped.diagonal().add_(ridge * float(MM.diagonal().mean()))
+    T = torch.linalg.solve(damped, MR)
+    small = without(calibration, list(range(first, first + count)))
+    small.model.layers[first - 1].mlp.down_proj = linear(T.t() @ W.double(), like=W)
+    return small
+
+
+def sums_around(calibration: Calibration, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """M'M and M'(L - Y), as `replaceme` names them."""
     before = calibration.layers[first - 1]
     W = before.mlp.down_proj.weight.detach()
-    MM, MR = 0.0, 0.0
+    MM = MR = torch.zeros(2 * [len(W)], dtype=torch.float64)
     for part in calibration.ids.split(BATCH):
         state, options = entry(calibration.model, part)
         for layer in calibration.layers[: first - 1]:
@@ -149,8 +169,4 @@ def folded(calibration: Calibration, first: int, count: int) -> Any:
             state = through(layer, state, options)
         MM = MM + (M.t() @ M).double()
         MR = MR + (M.t() @ (state.reshape(M.shape) - Y)).double()
-    MM.diagonal().add_(1e-9 * float(MM.diagonal().mean()))
-    T = torch.linalg.solve(MM, MR)
-    small = without(calibration, list(range(first, first + count)))
-    small.model.layers[first - 1].mlp.down_proj = linear(T.t() @ W.double(), like=W)
-    return small
+    return MM, MR

@@ -53,23 +53,23 @@ class Calibration:
         self.new_seconds = 0.0
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, computed the first time. Its seconds count for all that use it."""
+        """What `make` returns, computed the first time. Its CPU seconds count for all that use it."""
         if self.parent is not None:
             return self.parent.once(f"part of {name}", make)
         self.used.add(name)
         if name not in self.kept:
-            began, before = time.perf_counter(), self.new_seconds
+            began, before = time.process_time(), self.new_seconds
             made = make()
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
             self.kept[name] = made, seconds - (self.new_seconds - before)
             self.new_seconds = before + seconds
         return self.kept[name][0]
 
     def timed(self, make: Callable[[], Any]) -> tuple[Any, float]:
-        """What `make` returns, and its seconds as if nothing had been computed before."""
-        self.used, self.new_seconds, began = set(), 0.0, time.perf_counter()
+        """What `make` returns, and its CPU seconds as if nothing had been computed before."""
+        self.used, self.new_seconds, began = set(), 0.0, time.process_time()
         made = make()
-        own = time.perf_counter() - began - self.new_seconds
+        own = time.process_time() - began - self.new_seconds
         return made, own + sum(self.kept[name][1] for name in self.used)
 
     @property
@@ -88,7 +88,7 @@ class Calibration:
     def best(self, ways: Mapping[str, Callable[[Calibration], Any]]) -> Made:
         """The variant with the lowest loss on windows that it was not fitted on, fitted on all.
 
-        The seconds of the comparison count as the method's own.
+        The CPU seconds of the comparison count as the method's own.
         """
         if len(ways) == 1:
             ((name, way),) = ways.items()

@@ -17,7 +17,7 @@ def markdown(rows: Sequence[Row], texts: Sequence[str]) -> str:
     """By size asked for, the best first; `texts` are the names of the texts, that of the run first."""
     heads = ["method", "removed (feed-forward)"]
     heads += [f"nats, {name}" for name in texts]
-    heads += ["KL", "bytes, M", "prefill", "seconds", "variant"]
+    heads += ["KL", "bytes, M", "prefill", "CPU seconds", "variant"]
     lines = []
     for size in sorted({row["size"] for row in rows}):
         lines += [f"\nAt {size:.0%} of all parameters:\n", line(heads), line(["---"] * len(heads))]
