@@ -228,12 +228,15 @@ def _compressed(
     source: RunSource, others: list[Any], tokens: int, amount: dict[str, Any], ranks: Any
 ) -> tuple[Any, Any]:
     """The compression, and the windows that it is reported on."""
+    from howlinear.compression import healing
     from howlinear.compression.compress import CompressSettings, change_on, compress_model
     from howlinear.losses.protocols import held_out_tokens
     from howlinear.run.work import Work
 
     cut, texts = source.protocol(), {}
     texts["fit"], read = source.mixed_windows(others)
+    if steps := amount["settings"]["heal"]:
+        texts["heal_on"] = source.heal_windows(others, steps * healing.TOKENS)
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
     _check_memory(source.net, source.blocks(), texts["fit"])

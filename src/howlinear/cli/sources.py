@@ -144,14 +144,25 @@ class RunSource:
             )
         return windows
 
-    def mixed_windows(self, others: Sequence[Any]) -> tuple[Any, list[dict[str, Any]]]:
+    def heal_windows(self, others: Sequence[Any], tokens: int) -> Any:
+        """Windows of the run's text and of other texts with at least so many tokens, if the texts are long enough."""
+        windows = self.fit_windows().ids
+        share = tokens if not others else tokens // 2
+        if share > windows.numel():
+            windows = self.short_windows(windows.shape[1], share)
+        return self.mixed_windows(others, windows)[0]
+
+    def mixed_windows(
+        self, others: Sequence[Any], windows: Any = None
+    ) -> tuple[Any, list[dict[str, Any]]]:
         """Windows of the run's text and of other texts, and how many tokens each has.
 
-        The others together have as many as the run's, or all they have.
+        Those of the run's text are its fit windows unless given. The others together have as many tokens,
+        or all they have.
         """
         from howlinear.models import cutting
 
-        windows = self.fit_windows().ids
+        windows = self.fit_windows().ids if windows is None else windows
         parts, names, count = (
             [windows],
             [self.text.name],

@@ -138,6 +138,7 @@ def compress_model(
     fit: WindowsLike,
     choose: WindowsLike,
     report: WindowsLike,
+    heal_on: WindowsLike | None = None,
     plan: Sequence[BlockPlan] | None = None,
     at: BlockNames = None,
     settings: CompressSettings | None = None,
@@ -146,8 +147,8 @@ def compress_model(
     """Choose a replacement for each block of a run, fit them, and measure them; the model is unchanged.
 
     With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity may
-    rise by 5 %, before healing. Maps are fitted on the windows `fit`, chosen by `choose` and measured on
-    `report`. Where no plan meets the budget, the result is the nearest one and `unmet` says why.
+    rise by 5 %, before healing. Maps are fitted on the windows `fit`, chosen by `choose`, healed on
+    `heal_on` (without it on `fit`) and measured on `report`. Where no plan meets the budget, the result is the nearest one and `unmet` says why.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()
@@ -157,8 +158,9 @@ def compress_model(
     ids, only = as_windows(fit).all_ids, {"intercept": settings.intercept, "units_only": sizes.even}
     fitter = Refitter(model, every, ids, **only, work=work)
     losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
+    trained_on = ids if heal_on is None else as_windows(heal_on).all_ids
     if settings.heal:
-        _check_healable(losses, ids, sizes.total)
+        _check_healable(losses, trained_on, sizes.total)
     search = Search(fitter, sizes, losses)
     named = None if at is None else [b for b, _ in match(model, run, at)]
     maps = RunMaps(model, Path(folder), run)
@@ -166,7 +168,7 @@ def compress_model(
     if search.unmet:
         settings = replace(settings, curve=(), baselines=False, heal=0)
     points = _ours(search, best, path, settings.curve)
-    healed = _healed(losses, best.maps, ids, settings.heal, RunFolder(folder).healing)
+    healed = _healed(losses, best.maps, trained_on, settings.heal, RunFolder(folder).healing)
     if healed.record.get("kept"):
         points = _compared(losses, [("healed", points[0].removed, healed.maps)]) + points
     if points and settings.baselines and not sizes.even:
@@ -224,20 +226,22 @@ def change_on(
     return None if losses.reason else losses.together([maps], windows)[0]
 
 
-def _check_healable(losses: Losses, fit: Tensor, parameters: int) -> None:
+def _check_healable(losses: Losses, windows: Tensor, parameters: int) -> None:
     """Refuse, before the search, what cannot be healed."""
-    if reason := losses.reason or why_no_gradients(losses.model, as_windows(fit), Course()):
+    if reason := losses.reason or why_no_gradients(losses.model, as_windows(windows), Course()):
         raise ValueError(f"`heal` trains maps on predictions, but {reason}")
-    check_healable(fit, as_windows(losses.choose).all_ids, parameters, losses.work)
+    check_healable(windows, as_windows(losses.choose).all_ids, parameters, losses.work)
 
 
-def _healed(losses: Losses, maps: dict[Block, Map], fit: Tensor, steps: int, saves: Path) -> Healed:
-    """The maps, trained on the first text; the second ends the training. As they are without steps."""
+def _healed(
+    losses: Losses, maps: dict[Block, Map], windows: Tensor, steps: int, saves: Path
+) -> Healed:
+    """The maps, trained; the text for choosing ends the training. As they are without steps."""
     if not (steps and maps):
         return Healed(maps, {})
     held_out = as_windows(losses.choose).all_ids
     return heal(
-        losses.model, maps, fit, held_out, Recipe(steps=steps), work=losses.work, folder=saves
+        losses.model, maps, windows, held_out, Recipe(steps=steps), work=losses.work, folder=saves
     )
 
 
