@@ -2,16 +2,16 @@
 
     python benchmarks/field.py RUN --out field.json --figure field.svg
     python benchmarks/field.py RUN --out field.json --methods ours,flap --sizes 10%   # a part of it
-    python benchmarks/field.py RUN --out a.json --join b.json --figure field.svg      # results of two commands
+    python benchmarks/field.py RUN --out a.json --join b.json --figure field.svg      # of two commands
     python benchmarks/field.py RUN --fit-tokens 8192 --tokens 1024 --sizes 10%        # a trial
 
 RUN is a run of the built-in model or another one with Llama's architecture (`make demo` leaves one in
 runs/demo). All methods are fitted on the windows of the run and measured on the same texts: the run's text to
-report on, and two texts of other domains (half as many tokens of each). Sizes are shares of all parameters, an embedding that is tied
-counted once; a method that cannot hit a size is measured at the next larger one. Where a
+report on, and two texts of other domains (half as many tokens of each). Sizes are shares of all parameters, an
+embedding that is tied counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
 calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 12 windows of the text
-for choosing, to price its options.
+for choosing, to price its options. In `ours-generated` half of the calibration text is written by the model.
 
 Every result goes to --out as soon as it is there; the same command goes on with what is missing.
 Differences are paired with the original, in nats per token with standard errors. Prefill is the speed over that
@@ -35,6 +35,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import set_num_threads
+
 from field.layers import angle, replaceme, shortgpt, sleb
 from field.llama import Calibration, Made, feed_forward_count, spread_rows
 from field.lowrank import svd_llm
@@ -42,7 +44,6 @@ from field.ours import Ours
 from field.slicing import slicegpt
 from field.table import figure, markdown
 from field.units import flap, modegpt, obs, olica, wanda
-from torch import set_num_threads
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.losses.perplexity import compare_all
 from howlinear.losses.protocols import held_out_tokens
@@ -54,6 +55,7 @@ from howlinear.records.files import write_json
 
 OTHERS = ("python-docs", "python-code")
 DOMAIN = "its own text"
+OURS = ("ours", "ours-generated")
 METHODS: dict[str, Callable[[Calibration, int], Made]] = {
     "wanda-sp": wanda,
     "flap": flap,
@@ -89,8 +91,9 @@ class Field:
             more = (source.tokenizer, self.protocol, options.tokens // 2, source.bos)
             self.texts[name] = held_out_tokens(text, *more)[0]
         choose = source.held_out("choose", self.protocol, options.tokens)[0]
-        ours = Ours(Path(options.run), choose, self.texts[DOMAIN], self.protocol)
-        self.methods = METHODS | {"ours": ours}
+        texts = choose, self.texts[DOMAIN], self.protocol
+        writes = Ours(*texts, source.tokenizer, source.bos)
+        self.methods = METHODS | {"ours": Ours(*texts), "ours-generated": writes}
         self.settings = {
             "model": source.profile["model"],
             "fit_tokens": self.calibration.ids.numel(),
@@ -150,7 +153,7 @@ class Field:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("--methods", default=",".join(["ours", *METHODS]))
+    parser.add_argument("--methods", default=",".join([*OURS, *METHODS]))
     parser.add_argument("--sizes", default="5%,10%,15%,20%", help="shares of all parameters")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text to measure on")
     parser.add_argument(
@@ -162,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--figure", help="draw nats against size into this SVG file")
     options = parser.parse_args(arguments)
     names = options.methods.split(",")
-    if unknown := set(names) - {"ours", *METHODS}:
+    if unknown := set(names) - {*OURS, *METHODS}:
         parser.error(
             f"no method {', '.join(sorted(unknown))}: expected {', '.join(['ours', *METHODS])}"
         )

@@ -58,6 +58,13 @@ def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_p
     assert own["change"] == data["change"] != plain["change"]  # of another map, on the same text
     assert other["change"]["changed"] != own["change"]["changed"]
     assert plain["texts"] is None
+    data = json.loads(
+        squeezed("--dry-run", "--blocks", "0", "--also-fit", "generated", "--json").stdout
+    )
+    own, written = data["texts"]
+    assert (written["name"], written["tokens"]) == ("generated", own["tokens"])
+    assert written["change"] is None  # nothing is reported on text of the model's own
+    assert own["change"] == data["change"] != plain["change"]
     for wrong, why in (([tmp_path / "none.txt"], "--also-fit"), ([more, more], "on already")):
         flags = [part for path in wrong for part in ("--also-fit", path)]
         done = here("compress", copied, "--dry-run", *flags)

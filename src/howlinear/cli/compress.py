@@ -11,7 +11,7 @@ from typer import Exit, Option
 from howlinear.cli import flags
 from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, print_table, write, write_notes
-from howlinear.cli.sources import PARTS, Loader, RunSource
+from howlinear.cli.sources import GENERATED, PARTS, Loader, RunSource
 from howlinear.records.fields import BlockCompression
 from howlinear.records.files import check_writable
 from howlinear.records.words import duration, number, perplexity, plural, signed, size, title
@@ -58,7 +58,10 @@ Baselines = Annotated[
 ]
 AlsoFit = Annotated[
     list[str] | None,
-    Option(help="Another text to fit on: python-docs, python-code or a file; may be repeated."),
+    Option(
+        help="Another text to fit on: generated (by the model itself), python-docs, python-code or a "
+        "file; may be repeated."
+    ),
 ]
 Heal = Annotated[
     int,
@@ -242,13 +245,18 @@ def _compressed(
     _check_memory(source.net, source.blocks(), texts["fit"])
     amount["settings"] = CompressSettings(protocol=cut, **amount["settings"])
     more = [
-        held_out_tokens(text.report(), source.tokenizer, cut, tokens, source.bos)[0]
+        None
+        if text == GENERATED
+        else held_out_tokens(text.report(), source.tokenizer, cut, tokens, source.bos)[0]
         for text in others
     ]
     with progress_bars() as begin:
         work, folder = Work(ranks, progress=begin), source.folder.folder
         result = compress_model(source.net, folder, **texts, **amount, work=work)
-        rest = (change_on(source.net, result.maps, ids, cut, work) for ids in more)
+        rest = (
+            None if ids is None else change_on(source.net, result.maps, ids, cut, work)
+            for ids in more
+        )
         changes = [result.change, *rest]
     if others:
         result.texts.extend(

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from howlinear.cli.output import made_by, say
+from howlinear.cli.output import made_by, progress_bars, say
 from howlinear.run.folder import RunFolder
 
 PARTS = ("fit", "choose", "report")
+GENERATED = "generated"  # in place of a text: what the model writes itself
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RunSource:
 
     net: Any  # loaded by `load`
     tokenizer: Any
+    generated: Any = None  # windows that the model has written
 
     def __init__(self, run: Path, model: str | None = None, text_file: str | None = None) -> None:
         self.folder = RunFolder(run)
@@ -72,11 +74,15 @@ class RunSource:
             raise self._gone("text", self.asked["text"][0], "--text-file") from None
 
     def other_texts(self, names: Sequence[str]) -> list[Any]:
-        """Texts to fit on beside the run's, by name or file; the run's own is refused."""
+        """Texts to fit on beside the run's, by name or file; the run's own is refused. GENERATED stays a name."""
         from howlinear.models import corpus
 
-        texts, seen = [], {self.text.fingerprint()}
+        texts: list[Any] = []
+        seen = {self.text.fingerprint()}
         for name in names:
+            if name == GENERATED:
+                texts += [name] if name not in texts else []
+                continue
             try:
                 text = corpus.open_text(name)
             except (ValueError, FileNotFoundError) as problem:
@@ -169,15 +175,26 @@ class RunSource:
             max(1, len(windows) // (len(others) or 1)),
         )
         for text in others:
-            cut = {"tokens": count * windows.shape[1], "bos": self.bos}
-            names.append(text.name)
-            parts.append(
-                cutting.spread_windows(text.fit, self.tokenizer, windows.shape[1], **cut)[
-                    "input_ids"
-                ]
-            )
+            names.append(getattr(text, "name", text))
+            parts.append(self._other_windows(text, count, windows.shape[1]))
         read = [{"name": n, "tokens": p.numel()} for n, p in zip(names, parts, strict=True)]
         return cutting.mixed(parts), read
+
+    def _other_windows(self, text: Any, count: int, length: int) -> Any:
+        """Windows of another text, or written by the model: those are written once, and read again."""
+        from howlinear.models import cutting
+        from howlinear.models.generated import generated_windows
+
+        if text != GENERATED:
+            cut = {"tokens": count * length, "bos": self.bos}
+            return cutting.spread_windows(text.fit, self.tokenizer, length, **cut)["input_ids"]
+        if self.generated is None:
+            with progress_bars() as begin:
+                advance = begin("the model writes text", count * length)
+                self.generated = generated_windows(
+                    self.net, self.tokenizer, count, length, bos=self.bos, progress=advance
+                )
+        return self.generated[:count]
 
     def short_windows(self, length: int, tokens: int) -> Any:
         """Windows of this length from the text that the run was fitted on."""

@@ -148,7 +148,8 @@ def compress_model(
 
     With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity may
     rise by 5 %, before healing. Maps are fitted on the windows `fit`, chosen by `choose`, healed on
-    `heal_on` (without it on `fit`) and measured on `report`. Where no plan meets the budget, the result is the nearest one and `unmet` says why.
+    `heal_on` (without it on `fit`) and measured on `report`. Where no plan meets the budget, the result
+    is the nearest one and `unmet` says why.
     """
     budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
     run, work = Profile.load(folder), work or Work()

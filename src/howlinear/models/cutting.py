@@ -110,6 +110,11 @@ def mixed(parts: Sequence["torch.Tensor"]) -> "torch.Tensor":
     return torch.cat(list(parts))[torch.cat(places).argsort(stable=True)]
 
 
+def first_ids(tokenizer: Any, bos: str = "auto") -> list[int]:
+    """The special tokens that windows begin with."""
+    return _surroundings(tokenizer, bos)[0]
+
+
 def _excerpts(text: str, tokenizer: Any, long: int, room: int) -> tuple[list[int], list[int]]:
     """Tokens of excerpts of `long` characters in all, each of whole windows; how many each has."""
     count = max(2, min(EXCERPTS, long // (16 * room)))  # so that long windows fit

@@ -1,0 +1,62 @@
+"""Text that a model writes itself, beside the model's own predictions."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny
+from howlinear.models.generated import generated_windows
+
+
+@pytest.fixture(scope="module")
+def writer():
+    folder = Path(__file__).parent / "models" / "llama"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def surplus(model, ids, special):
+    """Mean of loss less entropy over the tokens, 0 for samples of the predictions, and its standard error."""
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
+    logits[..., special] = -1e9
+    log_p = logits.log_softmax(-1)
+    loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    differences = (loss - entropy)[:, 1:].flatten()
+    return float(differences.mean()), float(differences.std()) / math.sqrt(len(differences))
+
+
+def test_tokens_are_samples_of_the_predictions(writer):
+    model, tokenizer = writer
+    told = []
+    ids = generated_windows(model, tokenizer, 40, 48, bos="never", progress=told.append)
+    special = tokenizer.all_special_ids
+    assert ids.shape == (40, 48)
+    assert sum(told) == 40 * 47  # the first token of each window is drawn
+    assert not bool(torch.isin(ids, torch.tensor(special)).any())
+    mean, se = surplus(model, ids, special)
+    assert abs(mean) < 4 * se
+    mean, se = surplus(model, ids[:, torch.randperm(48)], special)  # negative control
+    assert mean > 4 * se
+
+
+def test_windows_follow_from_the_seed_alone(writer):
+    state, (model, tokenizer) = torch.get_rng_state(), copy.deepcopy(writer)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    first, same, other = (
+        generated_windows(model, tokenizer, 3, 8, bos="always", seed=seed) for seed in (1, 1, 2)
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert first[:, 0].tolist() == [5] * 3
+
+
+def test_a_model_that_does_not_write_is_refused(writer):
+    with pytest.raises(ValueError, match="does not write text: name a text"):
+        generated_windows(tiny.model("bert"), writer[1], 2, 8)
