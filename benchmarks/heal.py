@@ -1,11 +1,12 @@
-"""What healing recovers: every block keeps a share of its hidden units, then all are trained at once.
+"""What healing recovers: a plan's maps, refitted, then trained at once; on three texts.
 
-    python benchmarks/heal.py RUN                               # 200 steps, the recipe of `compress --heal`
+    python benchmarks/heal.py RUN                               # 21 % of the feed-forward parameters, 200 steps
+    python benchmarks/heal.py RUN --share 25% --beside 18%      # and another plan that is not healed
     python benchmarks/heal.py RUN --rates 3e-5,1e-4,3e-4 --steps 40     # which learning rate
     python benchmarks/heal.py RUN --units-frozen                # the weights of kept units not trained
 
-RUN is a run of the built-in model (`make demo` leaves one in runs/demo). Maps are refitted on some of the run's
-windows, without a search, healed on all of them and stopped by the text for choosing. They are compared
+RUN is a run of the built-in model (`make demo` leaves one in runs/demo). Plan, refit and healing are those of
+`howlinear compress RUN --remove-params SHARE --heal STEPS`. They are compared
 unhealed and healed on the text for reporting and on texts of other kinds. Labels are not
 used, so the original model trained by the same recipe stays as it is (tests/test_healing.py); what maps
 learn of the text alone shows as a gain on the run's text that other texts do not have.
@@ -23,9 +24,11 @@ import time
 from pathlib import Path
 
 from howlinear.cli.sources import Loader, RunSource
-from howlinear.compression.healing import Recipe, heal
-from howlinear.compression.prices import Sizes
+from howlinear.compression.healing import TOKENS, Recipe, heal
+from howlinear.compression.plan import descent
+from howlinear.compression.prices import Losses, Sizes, price_options
 from howlinear.compression.refitting import Refitter
+from howlinear.compression.search import Search
 from howlinear.losses.perplexity import compare_all
 from howlinear.losses.protocols import held_out_tokens
 from howlinear.models.corpus import builtin_text
@@ -34,12 +37,17 @@ from howlinear.models.hooks import swapped
 from howlinear.run.work import Work
 
 
-def squeezed(model, at, windows, keep):
-    """Maps that keep a share of each block's hidden units, fitted front to back."""
-    sizes = Sizes(model, at)
-    maps = Refitter(model, at, windows).refit({b: (0, sizes.units_near(b, keep)) for b in at})
-    print(f"{sizes.removed(maps) / sizes.total:.1%} of the feed-forward parameters removed")
-    return maps
+def planned(model, source, choose, shares, work):
+    """Maps of the plans that remove these shares of the feed-forward parameters, by name."""
+    at, cut = source.blocks(), source.protocol()
+    fitter = Refitter(model, at, source.fit_windows().ids, work=work)
+    search = Search(fitter, Sizes(model, at), Losses(model, choose, choose, cut, work))
+    path = descent(price_options(fitter, search.sizes, search.losses, "auto", "auto"))
+    every = {}
+    for share in shares:
+        maps = fitter.refit(search.shapes_saving(path, share))
+        every[f"{search.sizes.removed(maps) / search.sizes.total:.1%} removed"] = maps
+    return every
 
 
 def texts_of(source, tokens):
@@ -70,8 +78,10 @@ def compared(model, variants, texts):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("--keep", type=float, default=0.8, help="share of the hidden units")
-    parser.add_argument("--fit-tokens", type=int, default=14336, help="that maps are fitted on")
+    parser.add_argument("--share", default="21%", help="of the feed-forward parameters to remove")
+    parser.add_argument(
+        "--beside", default="", help="shares of plans that are not healed: 18%%,30%%"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of each text to report on")
     parser.add_argument("--rates", default=str(Recipe.learning_rate))
     parser.add_argument("--steps", type=int, default=Recipe.steps)
@@ -80,26 +90,30 @@ def main() -> None:
 
     source = RunSource(Path(options.run))
     model = source.load(Loader())
-    fit = source.fit_windows().ids
-    choose = as_windows(source.held_out("choose", source.protocol(), 4096)[0]).ids
-    variants = {
-        "unhealed": squeezed(
-            model, source.blocks(), fit[: options.fit_tokens // fit.shape[1]], options.keep
-        )
-    }
+    choose = source.held_out("choose", source.protocol(), 4096)[0]
+    held_out = as_windows(choose).all_ids
+    windows = source.heal_windows([], options.steps * TOKENS)
     began = time.perf_counter()
 
     def progress(label, tokens):
         print(f"{time.perf_counter() - began:6.0f} s  {label}", file=sys.stderr, flush=True)
         return lambda done: None
 
+    work = Work(progress=progress)
+    shares = [options.share, *filter(None, options.beside.split(","))]
+    shares = [float(share.rstrip("%")) / 100 for share in shares]
+    variants = planned(model, source, choose, shares, work)
+    unhealed = next(iter(variants))
+    compared(model, variants, texts_of(source, options.tokens))
     for rate in map(float, options.rates.split(",")):
         recipe = Recipe(options.steps, rate, units=not options.units_frozen)
-        work = Work(progress=progress)
-        healed = heal(model, variants["unhealed"], fit, choose, recipe, work=work)
+        healed = heal(model, variants[unhealed], windows, held_out, recipe, work=work)
         variants[f"healed, {rate:g}"] = healed.maps
         curve = ", ".join(f"{step}: {kl:.4f}" for step, kl in healed.record["curve"])
         print(f"rate {rate:g}, {healed.record['seconds']:.0f} s, KL {curve}", flush=True)
+    variants = {
+        name: maps for name, maps in variants.items() if "%" not in name or name == unhealed
+    }
     compared(model, variants, texts_of(source, options.tokens))
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
 
