@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from howlinear import blocks, load
+from howlinear.export.write import FROM_DISK
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,31 @@ def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_pat
         done = here("compress", copied, "--dry-run", *flags)
         assert done.returncode == 2
         assert why in done.stderr
+
+
+def test_weights_on_disk_are_exported_as_those_in_memory(squeezed, copied, tmp_path):
+    plan = ("--blocks", "0,2", "--keep-units", 2)
+    for name, flags in {"plain": (), "disk": ("--layerwise",), "other": ("--rank", 3)}.items():
+        squeezed("-o", tmp_path / name, *plan, *flags)
+    plain, disk, other = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "disk", "other")
+    )
+    assert disk.keys() == plain.keys()
+    assert all(torch.equal(disk[name], plain[name]) for name in plain)  # the same sums, in order
+    assert other.keys() != plain.keys()
+    one, two = (json.loads((tmp_path / n / "compress.json").read_text()) for n in ("plain", "disk"))
+    assert two["exported"]["perplexity"] == pytest.approx(one["exported"]["perplexity"], rel=1e-6)
+    assert two["exported"]["notes"] == [FROM_DISK]
+    assert [b["units"] for b in two["blocks"]] == [b["units"] for b in one["blocks"]]
+    assert not list(copied.glob(".weights-*"))
+
+
+def test_a_budget_is_met_with_weights_on_disk(squeezed, tmp_path, reloaded_here):
+    done = squeezed("-o", tmp_path / "small", "--remove-params", "30%", "--layerwise")
+    record = json.loads((tmp_path / "small" / "compress.json").read_text())
+    assert record["removed"] >= 0.3 * record["feed_forward"]
+    assert record["exported"]["parameters"] == record["parameters"] - record["removed"]
+    assert "generated text was not" in " ".join(done.stdout.split())
 
 
 def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):

@@ -134,6 +134,11 @@ MISTAKES = {
     "compress run --dry-run --export stock --rank full": "leave out --rank, or use --export hf",
     "compress run -o new --export onnx": "'onnx' is not one of",
     "compress run --dry-run --tokens 1": "'--tokens'",
+    "compress run --dry-run --layerwise --device-map auto": "drop --device-map",
+    "compress run -o new --layerwise --heal 9": "--heal needs all weights in memory: drop --heal, or",
+    "compress run -o new --layerwise --export stock": "stock needs all weights in memory: use --export hf",
+    "compress run -o new --layerwise --export nemotron-nas": "or drop --layerwise and --device-map",
+    "compress run --dry-run --layerwise --export gguf": "gguf needs all weights in memory: use --export hf",
     # controls
     f"control cross-feed model wide {TEXT}": "only models of one width",
     f"control cross-feed model model --pairs 9:9 {TEXT}": "3 and 3 blocks",
@@ -165,6 +170,7 @@ NEED_WEIGHTS = (
     "profile hollow", "profile narrow", "profile damaged", "swap mapless", "swap run --model wide",
     "swap run --eval gptq", "bench model --against nowhere",
     "compress run -o new --blocks 1 --export stock", "compress run --dry-run --export stock --rank",
+    "compress run -o new --layerwise", "compress run --dry-run --layerwise --export gguf",
 )  # fmt: skip
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
@@ -11,7 +15,7 @@ from typer import Exit, Option
 from howlinear.cli import flags
 from howlinear.cli.output import progress_bars, say, show
 from howlinear.cli.printer import Column, print_table, write, write_notes
-from howlinear.cli.sources import GENERATED, PARTS, Loader, RunSource
+from howlinear.cli.sources import GENERATED, PARTS, Loader, RunSource, is_packed
 from howlinear.records.fields import BlockCompression
 from howlinear.records.files import check_writable
 from howlinear.records.words import duration, number, perplexity, plural, signed, size, title
@@ -94,14 +98,16 @@ def compress(
     heal: Heal = 0,
     dry_run: DryRun = False,
     device: flags.Device = "cpu",
+    device_map: flags.DeviceMap = None,
+    layerwise: flags.Layerwise = False,
     trust_remote_code: flags.TrustRemoteCode = False,
     allow_pickle: flags.AllowPickle = False,
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
-    from howlinear.export.write import write_export
     from howlinear.run.work import Ranks
 
+    flags.check_placement(layerwise, device_map)
     source = RunSource(run, model, text_file)
     goals = _goals(target_size, speedup, export)
     amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
@@ -111,27 +117,50 @@ def compress(
     source.folder.check_addable("plan", "compress")
     exported = _checked_out(out, dry_run)
     ranks = Ranks.start()
-    net = source.load(Loader(device, trust_remote_code, allow_pickle))
-    _set_goal(amount, source, target_size, speedup)
-    settings["target"] = _target(net, export, source.model, exported)
-    amount["settings"] = settings | {"baselines": baselines, "heal": heal}
-    result, report = _compressed(source, others, tokens, amount, ranks)
-
-    def write() -> None:
-        source.folder.add(result.plan_dict())
-        source.folder.add(result.to_dict())
-        if exported is not None and not result.unmet:
-            say(f"writing {exported}")
-            of = (export, source.model, report, gguf_type)
-            write_export(net, source.tokenizer, result, exported, *of)
-            source.folder.add(result.to_dict())
-
-    where = exported if exported is not None and not result.unmet else run / "compress.json"
-    show(result, show_compression, where, as_json, write)
+    loader = Loader(device, trust_remote_code, allow_pickle)
+    with _loaded(source, loader, layerwise, device_map) as net:
+        _set_goal(amount, source, target_size, speedup)
+        settings["target"] = _target(net, export, source.model, exported)
+        amount["settings"] = settings | {"baselines": baselines, "heal": heal}
+        result, report = _compressed(source, others, tokens, amount, ranks)
+        exported = None if result.unmet else exported
+        write = partial(_write, source, result, exported, export, report, gguf_type)
+        show(result, show_compression, exported or run / "compress.json", as_json, write)
     ranks.stop()
     if result.unmet:
         say(f"howlinear: {result.unmet}")
         raise Exit(1)
+
+
+@contextmanager
+def _loaded(
+    source: RunSource, loader: Loader, layerwise: bool, device_map: str | None
+) -> Iterator[Any]:
+    """The model; weights that are rewritten on disk are removed at the end."""
+    if layerwise and is_packed(source.model):
+        say("packed weights are read whole: --layerwise has no effect")
+    elif layerwise:
+        device_map = "disk"
+    if device_map is None:
+        yield source.load(loader)
+        return
+    with TemporaryDirectory(prefix=".weights-", dir=source.folder.folder) as weights:
+        yield source.load(loader, device_map=device_map, offload_folder=weights)
+
+
+def _write(
+    source: RunSource, result: Any, out: Path | None, export: str, report: Any, gguf_type: str
+) -> None:
+    """Add the results to the run; write the smaller model, if asked for."""
+    from howlinear.export.write import write_export
+
+    source.folder.add(result.plan_dict())
+    source.folder.add(result.to_dict())
+    if out is not None:
+        say(f"writing {out}")
+        of = (export, source.model, report, gguf_type)
+        write_export(source.net, source.tokenizer, result, out, *of)
+        source.folder.add(result.to_dict())
 
 
 def _checked_out(out: Path | None, dry_run: bool) -> Path | None:

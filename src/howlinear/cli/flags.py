@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -42,6 +42,14 @@ Dtype = Annotated[
     str, Option(help="Precision of the weights: float32, bfloat16, float16 or float64.")
 ]
 Device = Annotated[str, Option(help="Where the model runs: cpu, cuda, cuda:1 or mps.")]
+DeviceMap = Annotated[
+    Literal["auto"] | None,
+    Option(help="auto: divide the model among GPUs, memory and disk (accelerate)."),
+]
+Layerwise = Annotated[
+    bool,
+    Option("--layerwise", help="Keep one layer's weights and moments in memory at a time."),
+]
 TrustRemoteCode = Annotated[
     bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
@@ -111,6 +119,11 @@ def with_flags(message: str, known: Container[str]) -> str:
 
 
 # -- values
+
+
+def check_placement(layerwise: bool, device_map: str | None) -> None:
+    if layerwise and device_map:
+        raise ValueError("--layerwise places weights itself: drop --device-map")
 
 
 def share_of(text: str, flag: str, most: float = 10) -> float:

@@ -17,7 +17,7 @@ from howlinear.cli.compare import show_comparison
 from howlinear.cli.output import follows, made_by, print_json, progress_bars, say, show
 from howlinear.cli.printer import terminal_console, write
 from howlinear.cli.profile_table import next_step, show_profile, show_shard
-from howlinear.cli.sources import Loader, in_full, window_length
+from howlinear.cli.sources import Loader, in_full, is_packed, window_length
 from howlinear.records.words import duration
 from howlinear.run import room
 from howlinear.run.folder import RunFolder
@@ -73,20 +73,12 @@ SaveEvery = Annotated[
     Option(help="Minutes between saves; an interrupted command resumes from the last save.", min=0),
 ]
 Revision = Annotated[str | None, Option(help="Revision of the model on the hub.")]
-DeviceMap = Annotated[
-    Literal["auto"] | None,
-    Option(help="auto: divide the model among GPUs, memory and disk (accelerate)."),
-]
 Experts = Annotated[
     bool,
     Option("--experts", help="Also measure each expert of a mixture, on the tokens routed to it."),
 ]
 AllTokens = Annotated[
     bool, Option("--all-tokens", help="With --experts: measure each on every token.")
-]
-Layerwise = Annotated[
-    bool,
-    Option("--layerwise", help="Keep one layer's weights and moments in memory at a time."),
 ]
 DryRun = Annotated[
     bool, Option("--dry-run", help="Print the memory, disk and work needed, and stop.")
@@ -116,10 +108,10 @@ def profile(
     revision: Revision = None,
     dtype: flags.Dtype = "float32",
     device: flags.Device = "cpu",
-    device_map: DeviceMap = None,
+    device_map: flags.DeviceMap = None,
     experts: Experts = False,
     all_tokens: AllTokens = False,
-    layerwise: Layerwise = False,
+    layerwise: flags.Layerwise = False,
     dry_run: DryRun = False,
     seed: flags.Seed = 0,
     trust_remote_code: flags.TrustRemoteCode = False,
@@ -130,8 +122,7 @@ def profile(
     """Measure how linear every block is, write a run folder, print the table."""
     if all_tokens and not experts:
         raise ValueError("--all-tokens is about experts: add --experts")
-    if layerwise and device_map:
-        raise ValueError("--layerwise places weights itself: drop --device-map")
+    flags.check_placement(layerwise, device_map)
     rows = ("all" if all_tokens else "routed") if experts else None
     request: Request = {"model": model, "revision": revision, "dtype": dtype}
     request |= {"tokens": tokens, "max_length": max_length, "folds": folds}
@@ -395,10 +386,9 @@ def _loaded(
     model, device_map = request["model"], request["device_map"]
     offload = partial / "weights" if request["layerwise"] or device_map else None
     if request["layerwise"]:
-        packed = model is None or str(model).endswith(".gguf")
-        if packed:
+        if is_packed(model):
             say("packed weights are read whole: --layerwise bounds the memory of moments alone")
-        device_map = None if packed else "disk"
+        device_map = None if is_packed(model) else "disk"
     cut: dict[str, Any] = {}
 
     def check(net: Any, tokenizer: Any) -> None:

@@ -99,13 +99,13 @@ class RunSource:
             f"place with {flag}"
         )
 
-    def load(self, loader: Loader, check: Any = None) -> Any:
-        """The model; for `check` see `loading.load`."""
+    def load(self, loader: Loader, check: Any = None, **placed: Any) -> Any:
+        """The model; for `check` and where weights are `placed` see `loading.load`."""
         from howlinear.models import loading
 
         options = {"revision": self.revision, "dtype": self.asked["dtype"], "check": check}
         try:
-            self.net, self.tokenizer = loader.load(self.model, **options)
+            self.net, self.tokenizer = loader.load(self.model, **options, **placed)
         except FileNotFoundError:
             if self.model != self.asked["model"]:
                 raise
@@ -237,6 +237,11 @@ def in_full(request: dict[str, Any]) -> dict[str, Any]:
         source = absolute(source)
     model, dataset = (name and absolute(name) for name in (request["model"], dataset))
     return {**request, "model": model, "text": [source, dataset, *rest]}
+
+
+def is_packed(model: str | None) -> bool:
+    """Is it a GGUF file, as the built-in model is? Its weights are read whole."""
+    return model is None or str(model).endswith(".gguf")
 
 
 def absolute(name: str) -> str:

@@ -31,6 +31,7 @@ from howlinear.losses.protocols import EvalProtocol, as_tokens
 from howlinear.models.families import Block, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.naming import BlockNames
+from howlinear.models.offload import is_offloaded
 from howlinear.profiling.gradients import why_no_gradients
 from howlinear.profiling.passes import Course
 from howlinear.profiling.profiler import Profile
@@ -151,7 +152,7 @@ def compress_model(
     `heal_on` (without it on `fit`) and measured on `report`. Where no plan meets the budget, the result
     is the nearest one and `unmet` says why.
     """
-    budget, settings = budget or Budget(perplexity=0.05), settings or CompressSettings()
+    budget, settings = budget or Budget(perplexity=0.05), _allowed(settings, model)
     run, work = Profile.load(folder), work or Work()
     every = [b for b, _ in match(model, run, None)]
     sizes = Sizes(model, every, settings.target)
@@ -193,6 +194,16 @@ def compress_model(
         healed=healed.record,
         unmet=search.unmet,
     )
+
+
+def _allowed(settings: CompressSettings | None, model: nn.Module) -> CompressSettings:
+    """The settings; refused, before offloaded weights are read, what needs all of them at once."""
+    settings = settings or CompressSettings()
+    if settings.heal and is_offloaded(model):
+        raise ValueError(
+            "`heal` needs all weights in memory: drop `heal`, or `layerwise` and `device_map`"
+        )
+    return settings
 
 
 def _recorded(settings: CompressSettings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from howlinear.export import linear_blocks
 from howlinear.export.folder import settings, write_generation, write_json
 from howlinear.export.weights import dtype_name, write_weights
 from howlinear.models.families import backbone
+from howlinear.models.offload import value_of
 
 MODULE = "modeling_howlinear"
 PREFIX = "howlinear_"
@@ -201,7 +202,8 @@ def write(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     check_exportable(model)
     write_generation(model, folder)
     write_json(folder / "config.json", _config(model, dtype))
-    write_weights(_saved(model), folder, dtype)
+    state = saved(model)
+    write_weights(state, folder, dtype, lambda name: value_of(model, name, state[name]))
     code = _code(_Classes.of(model), _family(model))
     (folder / f"{MODULE}.py").write_text(code, encoding="utf-8")
 
@@ -225,8 +227,11 @@ def _config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _saved(model: Any) -> dict[str, Tensor]:
-    """The tensors of a checkpoint. Tied tensors appear once, under the name that transformers ties to."""
+def saved(model: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint. Tied tensors appear once, under the name that transformers ties to.
+
+    Offloaded ones have no pointers (0): the ties of transformers are taken as they are.
+    """
     state = model.state_dict()
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         one, other = state.get(name), state.get(source)

@@ -19,6 +19,7 @@ from torch import nn
 from howlinear.export import linear_blocks
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 from howlinear.models.families import FAMILIES, Block, backbone, by_block
+from howlinear.models.offload import like, release
 from howlinear.models.units import Through, weight_of
 
 
@@ -31,11 +32,14 @@ def install_maps(model: nn.Module, maps: Mapping[Any, Map]) -> None:
     maps = by_block(model, maps)
     described = [describe(model, block, fitted) for block, fitted in maps.items()]
     originals = [[attrgetter(path)(base) for path in d["steps"]] for d in described]
+    modules = [[s for s in steps if isinstance(s, nn.Module)] for steps in originals]
+    places = [like(nn.ModuleList(steps)) for steps in modules]
+    for steps in modules:  # maps have all that they need of the blocks
+        release(steps)
     linear_blocks.install(base, described)
-    for d, steps, fitted in zip(described, originals, maps.values(), strict=True):
+    for d, place, fitted in zip(described, places, maps.values(), strict=True):
         layer = attrgetter(d["steps"][0])(base)
-        like = next(p for s in steps if isinstance(s, nn.Module) for p in s.parameters())
-        layer.to(like).requires_grad_(False).train(model.training)
+        layer.to(place).requires_grad_(False).train(model.training)
         with torch.no_grad():
             _fill_map(layer.linear_mlp, _affine(fitted))
             if isinstance(fitted, UnitMap):
@@ -79,9 +83,8 @@ def _extras(model: nn.Module, block: Block) -> int:
     if block.family in FAMILIES or len(block.steps) > 1:
         return -1
     module = model.get_submodule(block.entry)
-    like = next(module.parameters())
     with torch.no_grad():
-        output = module(like.new_zeros(1, 1, block.d_in))
+        output = module(like(module).new_zeros(1, 1, block.d_in))
     return len(output) - 1 if isinstance(output, tuple) else -1
 
 

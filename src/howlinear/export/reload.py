@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howlinear.export.hf import auto_class
+from howlinear.export.hf import auto_class, saved
 from howlinear.export.weights import tensor_bytes
 from howlinear.models.ggufs import one_line
+from howlinear.models.offload import is_offloaded, value_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +39,20 @@ def verify(folder: Path, model: nn.Module, inputs: Mapping[str, Tensor], kind: s
     output (logits, or hidden states without a head) must agree to 1e-4 of its largest value: another
     order of summation changes it by 1e-6 to 1e-5, a layer in bfloat16 by 1e-3 or more. Greedy
     generation must choose the same 16 tokens, except where two tokens are equally likely.
+
+    Of a model with offloaded weights, the new process leaves the weights on disk, too, and no text
+    is generated: each token would read all of them.
     """
     _check_size(folder, model)
+    disk = is_offloaded(model)
     try:
-        want = _results(model, dict(inputs))
+        want = _results(model, dict(inputs), generate=not disk)
     except (LookupError, TypeError, ValueError, RuntimeError) as err:  # raised by transformers
         logger.warning("only outputs are compared: the model does not generate: %s", one_line(err))
         want = _results(model, dict(inputs), generate=False)
-    with tempfile.TemporaryDirectory() as work:
-        arguments = (kind, auto_class(model), "generate" if "tokens" in want else "")
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent if disk else None) as work:
+        generate = "generate" if "tokens" in want else ""
+        arguments = (kind, auto_class(model), generate, "disk" if disk else "")
         got, state = _in_new_process(folder, inputs, arguments, Path(work))
     if state["wrong"]:
         raise ValueError(
@@ -59,7 +65,8 @@ def verify(folder: Path, model: nn.Module, inputs: Mapping[str, Tensor], kind: s
 def _check_size(folder: Path, model: nn.Module) -> None:
     """Refuse files that are larger than the model's tensors in the dtype of the config, tied ones once."""
     dtype = getattr(torch, json.loads((folder / "config.json").read_text())["dtype"])
-    tensors = {(t.data_ptr(), t.shape): t for t in model.state_dict().values()}.values()
+    state = saved(model).items()  # offloaded tensors have no pointer
+    tensors = {(t.data_ptr() or name, t.shape): t for name, t in state}.values()
     most = sum(
         t.numel() * (dtype.itemsize if t.is_floating_point() else t.itemsize) for t in tensors
     )
@@ -99,7 +106,8 @@ def _compare(folder: Path, want: Mapping[str, Tensor], got: Mapping[str, Tensor]
 
 
 # ----------------------------------------------------------------------------- the new process
-# The source of these three functions is the program of the new process: they use no other name here.
+# The source of these functions is the program of the new process: they use no other name here than
+# `value_of`, whose source is part of it.
 
 
 def _results(model: Any, inputs: dict[str, Tensor], generate: bool = True) -> dict[str, Tensor]:
@@ -107,7 +115,8 @@ def _results(model: Any, inputs: dict[str, Tensor], generate: bool = True) -> di
     import torch
 
     with torch.no_grad():
-        device = next(model.parameters()).device
+        places = (p.device for p in model.parameters() if not p.is_meta)
+        device = next(places, torch.device("cpu"))
         inputs = {name: value.to(device) for name, value in inputs.items()}
         results = {"output": model(**inputs)[0].cpu().contiguous()}
         if generate and model.can_generate() and "input_ids" in inputs:
@@ -123,13 +132,14 @@ def _digests(model: Any) -> dict[str, str]:
     """Shape and SHA-256 of each tensor by name."""
     import hashlib
 
-    state = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    return {
-        n: f"{tuple(t.shape)} {hashlib.sha256(t.numpy()).hexdigest()}" for n, t in state.items()
-    }
+    digests = {}
+    for name, tensor in model.state_dict().items():
+        value: Any = value_of(model, name, tensor).cpu().contiguous().numpy()
+        digests[name] = f"{tuple(value.shape)} {hashlib.sha256(value).hexdigest()}"
+    return digests
 
 
-def _reload(folder: str, work: str, kind: str, auto: str, generate: str) -> None:
+def _reload(folder: str, work: str, kind: str, auto: str, generate: str, disk: str) -> None:
     """Load the folder; write its results, tensors' digests and missing or unknown names to `work`."""
     import json
     import sys
@@ -148,8 +158,11 @@ def _reload(folder: str, work: str, kind: str, auto: str, generate: str) -> None
         sys.meta_path.insert(0, NoHowlinear())
         import transformers
 
+        options = {"trust_remote_code": kind == "hf", "dtype": "float32"}
+        if disk:
+            options |= {"device_map": {"": "disk"}, "offload_folder": str(Path(work, "weights"))}
         model, info = getattr(transformers, auto).from_pretrained(
-            folder, trust_remote_code=kind == "hf", dtype="float32", output_loading_info=True
+            folder, **options, output_loading_info=True
         )
         wrong = {*info["missing_keys"], *info["unexpected_keys"]}
     from safetensors.torch import load_file, save_file
@@ -168,7 +181,7 @@ def _in_new_process(
 
     copies = {name: ids.cpu().clone().contiguous() for name, ids in inputs.items()}
     save_file(copies, work / "inputs")
-    functions = [inspect.getsource(part) for part in (_results, _digests, _reload)]
+    functions = [inspect.getsource(part) for part in (value_of, _results, _digests, _reload)]
     head = "from __future__ import annotations"
     program = "\n".join([head, *functions, "import sys", "_reload(*sys.argv[1:])"])
     variables = {

@@ -39,16 +39,22 @@ from howlinear.losses.perplexity import Comparison, text_loss
 from howlinear.models.families import Block, blocks, parameter_count
 from howlinear.models.forward import WindowsLike, as_windows
 from howlinear.models.loading import quiet
+from howlinear.models.offload import is_offloaded
 from howlinear.records import files
 
 __all__ = ["check_exportable", "check_free", "plan_target", "write_export"]
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 WINDOWS, LENGTH = 2, 32  # of the text on which the reloaded model is compared
+FROM_DISK = "weights on disk: tensors and outputs were compared, generated text was not"
 
 
 def check_exportable(model: nn.Module, kind: str, source: str | Path | None = None) -> None:
     """Refuse, before any work, a model that this kind of export cannot hold."""
+    if kind != "hf" and is_offloaded(model):
+        raise ValueError(
+            f'{kind} needs all weights in memory: use `kind="hf"`, or drop `layerwise` and `device_map`'
+        )
     if kind == "stock":
         stock.check_exportable(model)
     elif kind == "gguf":
@@ -188,7 +194,7 @@ def _fill(
         install_maps(model, maps)
         round_weights(model, dtype)
         hf.write(model, folder, dtype)
-        return model, []
+        return model, [FROM_DISK] if is_offloaded(model) else []
     nemotron_nas.check_exportable(model)
     widen(model, maps, NEMOTRON)
     round_weights(model, dtype)

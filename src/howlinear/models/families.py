@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeVar
 
@@ -33,6 +33,7 @@ from howlinear.models.naming import (
     one_by_one,
     path_of,
 )
+from howlinear.models.offload import tied_copies
 from howlinear.models.twins import impurity
 
 
@@ -460,12 +461,13 @@ def projection_shape(module: Any) -> tuple[int, int] | None:
     return None
 
 
-def parameter_count(module: nn.Module, without: Container[int] = ()) -> int:
+def parameter_count(module: nn.Module, without: Iterable[int] = ()) -> int:
     """Numbers that a module's weights stand for: shared ones once, packed ones as many as they encode.
 
     Parameters whose `id` is in `without` are left out.
     """
     kept: dict[int, int] = {}
+    without = {*without, *tied_copies(module)}
     for part in module.modules():
         numbers, shape = dict(part.named_parameters(recurse=False)), projection_shape(part)
         size = math.prod(shape) if shape and not list(part.children()) else 0

@@ -3,6 +3,7 @@
     with resident([layer]):         # its weights are loaded once and stay on its device
         ...
     device_of(model)                # where it runs, wherever its weights are kept
+    value_of(model, name, tensor)   # a tensor of its state_dict, wherever it is kept
 
 For a model that is not offloaded, nothing here has an effect. This relies on accelerate's
 `AlignDevicesHook`: `module._hf_hook` with `offload`, `weights_map`, `execution_device`, `pre_forward`
@@ -11,7 +12,7 @@ and `post_forward`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,12 +102,10 @@ def some_values(model: nn.Module, name: str, parameter: nn.Parameter, at: list[i
     """A few elements of a parameter by their flat indices, without loading an offloaded one whole."""
     if parameter.device.type != "meta":
         return parameter.detach().reshape(-1)[at].float().cpu()
-    path, _, short = name.rpartition(".")
-    hooks = [h for h in _hooks(model.get_submodule(path)) if h.offload]
-    kept = hooks[0].weights_map
-    entry = getattr(getattr(kept, "dataset", None), "index", {}).get(name, {})
+    hooks = [h for h in _hooks(model.get_submodule(name.rpartition(".")[0])) if h.offload]
+    entry = getattr(getattr(hooks[0].weights_map, "dataset", None), "index", {}).get(name, {})
     if "safetensors_file" not in entry or parameter.dim() < 1:
-        return kept[short].detach().reshape(-1)[at].float().cpu()
+        return value_of(model, name, parameter).reshape(-1)[at].float().cpu()
     from safetensors import safe_open
 
     row = parameter[0].numel() if parameter.dim() > 1 else 1
@@ -114,3 +113,55 @@ def some_values(model: nn.Module, name: str, parameter: nn.Parameter, at: list[i
         rows = file.get_slice(entry.get("weight_name", name))
         values = [rows[k // row : k // row + 1].reshape(-1)[k % row] for k in at]
     return torch.stack(values).to(parameter.dtype).float()
+
+
+def value_of(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a model's state; an offloaded one is read. It uses no other name of this module."""
+    if tensor.device.type != "meta":
+        return tensor.detach()
+    path, _, short = name.rpartition(".")
+    hook = getattr(model.get_submodule(path), "_hf_hook", None)
+    kept = (getattr(h, "weights_map", None) for h in getattr(hook, "hooks", [hook]))
+    weights = next(w for w in kept if w is not None)
+    return weights[short].detach().to(tensor.dtype)
+
+
+def tied_copies(model: nn.Module) -> set[int]:
+    """The `id` of each offloaded parameter that is tied to another: a forward gives both an object."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = ((parameters.get(name), parameters.get(source)) for name, source in ties.items())
+    return {id(p) for p, q in pairs if p is not q and p is not None and p.is_meta and q is not None}
+
+
+def release(modules: Sequence[nn.Module]) -> None:
+    """Remove accelerate's hooks from modules whose offloaded weights are not needed again."""
+    for part in (part for module in modules for part in module.modules()):
+        if "_hf_hook" in part.__dict__:
+            for name in ("_hf_hook", "_old_forward", "forward"):  # bound to this module
+                part.__dict__.pop(name, None)
+
+
+def round_offloaded(model: nn.Module, dtype: torch.dtype) -> None:
+    """Offloaded weights are rounded to `dtype` whenever they are loaded."""
+    for part in model.modules():
+        for hook in _hooks(part):
+            if hook.offload:
+                hook.weights_map = _Rounded(hook.weights_map, dtype)
+
+
+class _Rounded(Mapping[str, Tensor]):
+    """A map of weights, rounded when they are read."""
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.weights, self.dtype = weights, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.weights[name]
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
