@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from howlinear.models.cutting import first_ids
 from howlinear.models.hooks import evaluating
-from howlinear.models.offload import device_of
+from howlinear.models.offload import device_of, is_offloaded
 
 BATCH = 32  # windows that are written at once
 
@@ -39,6 +39,8 @@ def generated_windows(
     can = getattr(model, "can_generate", lambda: False)
     if not can() or model.config.is_encoder_decoder:  # type: ignore[operator, union-attr]
         raise ValueError(f"{type(model).__name__} does not write text: name a text to fit on")
+    if is_offloaded(model):
+        raise ValueError("a model writes text with all weights in memory: name a text to fit on")
     random = torch.Generator().manual_seed(seed)
     special = sorted(set(tokenizer.all_special_ids))
     plain = torch.ones(len(tokenizer), dtype=torch.bool)
