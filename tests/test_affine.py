@@ -26,6 +26,7 @@ from howlinear.linear.scoring import (
     input_stats,
     r2_se,
     score,
+    score_both,
     spectrum,
 )
 from howlinear.linear.solving import fit, solve, solve_both
@@ -213,7 +214,8 @@ def test_maps_without_and_with_a_few_more_rows(kind, more, size):
     """Few rows update the map; many, and other accumulators, are solved for again. `size` makes them sinks."""
     (x, y), (u, v) = rows(300), rows(more, seed=1)
     u, v = u * size, v * size
-    without, both = solve_both(moments_of(kind, x, y), moments_of(kind, u, v))
+    without, both, change = solve_both(moments_of(kind, x, y), moments_of(kind, u, v))
+    assert (change is not None) == (kind is Moments and 0 < more < 4)
     for affine, own in ((without, (x, y)), (both, (torch.cat([x, u]), torch.cat([y, v])))):
         a = np.column_stack([own[0].numpy(), np.ones(len(own[0]))])
         want = np.linalg.lstsq(a, own[1].numpy(), rcond=None)[0]
@@ -222,6 +224,25 @@ def test_maps_without_and_with_a_few_more_rows(kind, more, size):
         assert affine.rank == x.shape[1]
     if more and size > 1:
         assert float((both.weight - without.weight).abs().max()) > 1e-3
+
+
+@BOTH
+@pytest.mark.parametrize("more", [1, 3, 200])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_maps_without_and_with_a_few_more_rows_are_scored_at_once(kind, more, size):
+    (x, y), (u, v) = rows(300), rows(more, seed=1)
+    body, (s, t) = rows(200, seed=2), rows(more, seed=3)
+    held, first = moments_of(kind, *body), moments_of(kind, s * size, t * size)
+    maps = solve_both(moments_of(kind, x, y), moments_of(kind, u * size, v * size))
+    scores = score_both(maps, held, first, merged([held, first]))
+    every = (torch.cat([body[0], s * size]), torch.cat([body[1], t * size]))
+    for found, affine, (own, want) in zip(scores, maps, (body, every), strict=False):
+        squares = (want - affine(own)).square().sum(0)
+        np.testing.assert_allclose(found.ss_res, squares, rtol=1e-9)
+        assert found.r2 == pytest.approx(
+            r2_score(want, affine(own), multioutput="variance_weighted")
+        )
+        assert found.n == len(own)
 
 
 def test_few_more_rows_of_inputs_that_lack_rank():

@@ -23,6 +23,7 @@ from torch import Tensor
 from howlinear.linear.tiles import KeptRows, as_rows, check_all_finite, mean_row
 
 TILE = 2048  # rows of one product
+STRIP = 192  # columns of S_xx in one product: those below the diagonal are left out
 
 A = TypeVar("A", bound="Accumulator")
 
@@ -343,11 +344,15 @@ class Accumulator:
         return None
 
     def residual_squares(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """(d_out,) sums of squared residuals of y - Wx - b. O(d_in^2 d_out)."""
+        """(d_out,) sums of squared residuals of y - Wx - b. O(d_in^2 d_out / 2)."""
         S_xx, S_xy = self.gram()
-        centred = self.S_yy + ((weight @ S_xx).sub_(S_xy.t(), alpha=2) * weight).sum(1)
+        half = -(weight * S_xy.t()).sum(1)  # of what is added to S_yy: S_xx is symmetric
+        for i in range(0, self.d_in, STRIP):
+            strip = weight[:, i : i + STRIP] @ S_xx[i : i + STRIP, i:]
+            strip[:, :STRIP] /= 2
+            half += torch.linalg.vecdot(strip, weight[:, i:])
         offset = self.mean_y - weight @ self.mean_x - bias
-        return centred.clamp_min_(0) + self.weight * offset.square()
+        return (self.S_yy + 2 * half).clamp_min_(0) + self.weight * offset.square()
 
     def _require_rows(self) -> Tensor:
         """The shift, with all rows in the sums."""

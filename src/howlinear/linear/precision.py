@@ -29,27 +29,22 @@ def float32_shift(before: Sequence[Moments], x: Tensor, y: Tensor) -> float:
     """About how far float32 products would move R2; infinite where they would lose a direction.
 
     `before` are float64 sums so far, x (n, d_in) and y (n, d_out) some more rows; together more rows than
-    columns. The map of all is scored on these rows twice, by products in either precision; the changes of
-    all output features add without their signs. One tile is measured: errors of many cancel further.
+    columns. The map of all is scored on these rows twice, by float32 products and by the rows in float64; the
+    changes of all output features add without their signs. One tile is measured: errors of many cancel further.
     """
     shift = before[0].shift if before else None
-    exact = Moments(x.shape[-1], y.shape[-1], shift=shift, device=x.device)
-    exact.update(x, y)
-    rounded = Moments(
-        exact.d_in, exact.d_out, shift=exact.shift, device=x.device, precision="mixed"
-    )
+    rounded = Moments(x.shape[-1], y.shape[-1], shift=shift, device=x.device, precision="mixed")
     rounded.update(x, y)
-    S_xx, S_xy = merged([exact, *before]).gram()
+    S_xx, S_xy = merged([rounded, *before]).gram()
     scale, L = _resolved_factor(S_xx)
-    if L is None:
+    total = float(rounded.S_yy.sum())
+    if L is None or not total > 0:
         return math.inf
     W = solve_factored(L, S_xy.t() / scale)[0] / scale
-    (xx, xy), (xx32, xy32) = exact.gram(), rounded.gram()
-    xx32 -= xx
-    xy32 -= xy
-    change = rounded.S_yy - exact.S_yy + ((W @ xx32) * W).sum(1) - 2 * (W * xy32.t()).sum(1)
-    total = float(exact.S_yy.sum())
-    return float(change.abs().sum()) / total if total > 0 else math.inf
+    squares = rounded.residual_squares(W, rounded.mean_y - W @ rounded.mean_x)
+    residuals = y.double() - (x.double() - rounded.mean_x) @ W.t()
+    residuals -= residuals.mean(0)
+    return float((squares - residuals.square().sum(0)).abs().sum()) / total
 
 
 def is_resolved(sums: Moments) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from howlinear.linear.accumulators import Accumulator, merged
 from howlinear.linear.affine import Affine
-from howlinear.linear.solving import solve
+from howlinear.linear.solving import Both, solve
 from howlinear.records.statistics import ratio
 
 ROUNDING = 1e-24  # variance over squared mean: below, float64 sums of a constant
@@ -92,8 +92,10 @@ class Score:
         return [float(self.ss_res[part].sum()), float(self.ss_tot[part].sum())]
 
 
-def score(affine: Affine, moments: Accumulator) -> Score:
-    """Scores of a map on the rows of an accumulator. O(d_in^2 d_out)."""
+def score(affine: Affine, moments: Accumulator, ss_res: Tensor | None = None) -> Score:
+    """Scores of a map on the rows of an accumulator. O(d_in^2 d_out) unless `ss_res` is known."""
+    if ss_res is None:
+        ss_res = moments.residual_squares(affine.weight, affine.bias)
     mean_y, w = moments.mean_y, moments.weight
     rounding = ROUNDING * w * mean_y.square()  # what is left of a constant feature
     S_yy = torch.where(moments.S_yy > rounding, moments.S_yy, 0.0)
@@ -101,11 +103,34 @@ def score(affine: Affine, moments: Accumulator) -> Score:
     return Score(
         n=moments.n,
         weight=w,
-        ss_res=moments.residual_squares(affine.weight, affine.bias),
+        ss_res=ss_res,
         ss_tot=S_yy,
         ss_tot_scalar=within + w * float((mean_y - mean_y.mean()).square().sum()),
         ss_raw=within + w * float(mean_y.square().sum()),
     )
+
+
+def score_both(
+    maps: Both, body: Accumulator, first: Accumulator, every: Accumulator
+) -> tuple[Score, Score]:
+    """Scores of `maps.some` on `body`, and of `maps.all` on `every`, the rows of `body` and `first`.
+
+    Where the maps differ by P Q of few rows, and `first` keeps its rows, both share the product W S_xx.
+    """
+    rows = first.kept()
+    if maps.change is None or rows is None:
+        return score(maps.some, body), score(maps.all, every)
+    (P, Q), W, V = maps.change, maps.some.weight, maps.all.weight
+    S_xx, S_xy = body.gram()
+    squares = body.residual_squares(W, body.mean_y - W @ body.mean_x)  # by the best intercept
+    change = torch.linalg.vecdot(P @ (Q @ S_xx), W + V) - 2 * torch.linalg.vecdot(V - W, S_xy.t())
+    by_some, by_all = (
+        ss.clamp_min(0) + body.weight * (body.mean_y - affine(body.mean_x)).square()
+        for affine, ss in ((maps.some, squares), (maps.all, squares + change))
+    )
+    x, y = (part.double() for part in rows)
+    by_all += (y - maps.all(x)).square().sum(0)
+    return score(maps.some, body, by_some), score(maps.all, every, by_all)
 
 
 def cross_validate(groups: Sequence[Accumulator]) -> list[Score]:
@@ -130,20 +155,23 @@ def effective_rank(
     """Reduced-rank regression: the smallest k whose held-out R2 reaches 90 % of the full map's.
 
     The rank-k map is U_k U_k' W with U the leading eigenvectors of W S_xx W' = W S_xy over the fit
-    rows, whose means it keeps. None where R2 is not positive.
+    rows, whose means it keeps. None where R2 is not positive. Eigenvectors are float32: they move R2 by
+    about 1e-7, and the answer is a whole number.
     SS_tot is around the held-out means, or around those of the fit rows, as in the paper.
     """
     W, mean_x = affine.weight, fitted.mean_x
     explained = W @ fitted.gram()[1]
-    _, U = torch.linalg.eigh((explained + explained.t()) / 2)
-    U = U.flip(1)
+    size = float(explained.trace())
+    if not size > 0:
+        return None
+    U = torch.linalg.eigh(((explained + explained.t()) / (2 * size)).float())[1].flip(1)
     mean_y = W @ mean_x + affine.bias
     S_xx, S_xy = held_out.gram()
     dx, dy, w = held_out.mean_x - mean_x, held_out.mean_y - mean_y, held_out.weight
     S_xx.addr_(dx, dx, alpha=w)  # about the fit rows' means
     S_xy.addr_(dx, dy, alpha=w)
-    P = U.t() @ W  # (d_out, d_in)
-    gain = 2 * ((P @ S_xy) * U.t()).sum(1) - ((P @ S_xx) * P).sum(1)  # by each direction
+    gains = W @ S_xy.mul_(2).sub_(S_xx @ W.t())  # (d_out, d_out): u' gains u by each direction u
+    gain = ((gains / size).float() @ U * U).sum(0).double() * size
     base = float((held_out.S_yy + w * dy.square()).sum())
     total = base if around_fit else float(held_out.S_yy.sum())
     r2 = 1 - (base - gain.cumsum(0)) / total  # (d_out,), of rank 1, 2, ...

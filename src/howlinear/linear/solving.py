@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ def solve_gram(S_xx: Tensor, S_xy: Tensor, noise: Tensor, eps: float) -> tuple[T
 
 def solve_factored(L: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """(W, Z) with W L L' = B and Z Z' = W B'. Solving from the right is a quarter faster."""
-    Z = torch.linalg.solve_triangular(L.t(), B.contiguous(), upper=True, left=False)
+    Z = torch.linalg.solve_triangular(L.t(), B, upper=True, left=False)
     return torch.linalg.solve_triangular(L, Z, upper=False, left=False), Z
 
 
@@ -161,7 +161,16 @@ def _factor(C: Tensor, tol: float) -> Tensor | None:
     return L if bool((values > tol**2 * values[-1]).all()) else None
 
 
-def solve_both(moments: Accumulator, more: Accumulator) -> tuple[Affine, Affine]:
+class Both(NamedTuple):
+    """The map of some rows, and of these and a few more."""
+
+    some: Affine
+    all: Affine
+    #: P (d_out, m) and Q (m, d_in), all.weight = some.weight + P Q; None where both were solved for
+    change: tuple[Tensor, Tensor] | None
+
+
+def solve_both(moments: Accumulator, more: Accumulator) -> Both:
     """The maps of `moments`, and of `moments` and `more`.
 
     A few more rows, kept as they are, update the first map: with V and Y these rows as they enter the
@@ -173,8 +182,7 @@ def solve_both(moments: Accumulator, more: Accumulator) -> tuple[Affine, Affine]
     tol = max(len(S_xx) * moments.eps, math.sqrt(len(S_xx) * EPS))
     L = _factor(S_xx / scale / scale[:, None], tol) if rows is not None else None
     if rows is None or L is None:
-        first = solve(moments)[0]
-        return first, solve(merged([moments, more]))[0]
+        return Both(solve(moments)[0], solve(merged([moments, more]))[0], None)
     solved = torch.linalg.solve_triangular
     W = solve_factored(L, S_xy.t() / scale)[0] / scale
     n, m = moments.weight, len(rows[0])
@@ -188,12 +196,10 @@ def solve_both(moments: Accumulator, more: Accumulator) -> tuple[Affine, Affine]
     inner = U.t() @ U
     inner.diagonal().add_(1)
     gain = torch.cholesky_solve(Y - V @ W.t(), torch.linalg.cholesky(inner))  # (m, d_out)
-    both = W + gain.t() @ (solved(L.t(), U, upper=True).t() / scale)
-    rank = len(S_xx)
-    return (
-        Affine(W, moments.mean_y - W @ moments.mean_x, rank),
-        Affine(both, mean_y - both @ mean_x, rank),
-    )
+    P, Q = gain.t(), solved(L.t(), U, upper=True).t() / scale
+    both, rank = W + P @ Q, len(S_xx)
+    some = Affine(W, moments.mean_y - W @ moments.mean_x, rank)
+    return Both(some, Affine(both, mean_y - both @ mean_x, rank), (P, Q))
 
 
 def _solve_root(

@@ -50,9 +50,9 @@ def expected_kl(
 
     `norm` is the output norm between block and residual add, if there is one.
     """
-    y, guess = sample.y.double(), guess.double()
-    error = guess - y if norm is None else norm(guess) - norm(y)
-    q = (sample.gradient.double() * error).sum(1).square() / 2
+    guess = guess.double()
+    error = guess - sample.y if norm is None else norm(guess) - norm(sample.y.double())
+    q = torch.linalg.vecdot(sample.gradient.double(), error).square() / 2
     cost = -TOGETHER * LIMIT * torch.expm1(-q / LIMIT)
     clusters, number = sample.cluster.unique(return_inverse=True)
     sums = torch.zeros(len(clusters), 2, dtype=torch.float64)

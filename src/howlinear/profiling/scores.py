@@ -22,7 +22,15 @@ from howlinear.linear.accumulators import Accumulator, merged
 from howlinear.linear.affine import Affine
 from howlinear.linear.folds import Folds, Split
 from howlinear.linear.rows import RowSample
-from howlinear.linear.scoring import Score, effective_rank, input_stats, r2_se, score, spectrum
+from howlinear.linear.scoring import (
+    Score,
+    effective_rank,
+    input_stats,
+    r2_se,
+    score,
+    score_both,
+    spectrum,
+)
 from howlinear.linear.solving import solve, solve_both
 from howlinear.linear.stores import BlockStore, OutNorm
 from howlinear.profiling.expected import expected_kl, held_out
@@ -203,11 +211,14 @@ def _cross_validate(store: BlockStore, held: list[int], around_fit: bool) -> Cro
         )
         test = merged([store.body[f], store.first[f]])
         if train.n > d and store.body[f].n:
-            without, maps[f] = solve_both(train, firsts)
-            body.append(score(without, store.body[f]))
+            both = solve_both(train, firsts)
+            by_body, by_all = score_both(both, store.body[f], store.first[f], test)
+            maps[f] = both.all
+            body.append(by_body)
         else:
             maps[f] = solve(merged([train, firsts]))[0]
-        scores.append(score(maps[f], test))
+            by_all = score(maps[f], test)
+        scores.append(by_all)
         first_squares += _squares_around(store.first[f], test.mean_y)
     rank = effective_rank(maps[f], train.merge(firsts), test, around_fit=around_fit)
     gains = _curve(store, rest, test, scores[-1])
