@@ -238,8 +238,10 @@ class _Fit:
         if self.corrects:
             self.share = self.fitter.correction
             if self.share is None:
-                drawn = {"prior": self.prior, "ridge": TOWARDS}
-                self.share = learned_share(*groups, intercept=intercept, **drawn)
+                fit, held = groups
+                self.share = learned_share(
+                    fit, held, intercept=intercept, prior=self.prior, ridge=TOWARDS
+                )
             rows = Blend(merged(groups), self.share)
         self.map = self._solved(rows, intercept).to(self.fitter.like)
         return self.map

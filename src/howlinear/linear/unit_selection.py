@@ -137,8 +137,8 @@ def joint_map(
         if prior is None:
             joint, _ = solve(rows, columns=at[d:], intercept=intercept)
         else:
-            only = {"columns": at[d:], "intercept": intercept, "ridge": TOWARDS}
-            joint = solve_towards(rows, prior.to(rows.mean_y), **only)
+            prior = prior.to(rows.mean_y)
+            joint = solve_towards(rows, prior, columns=at[d:], intercept=intercept, ridge=TOWARDS)
         nothing = Factored(joint.weight.new_zeros(0, d), joint.weight[:, :0], joint.bias)
         return UnitMap(nothing, tuple(units), joint.weight, hidden)
     S, S_y = rows.gram()

@@ -37,7 +37,7 @@ def generated_windows(
     `progress` is called with the number of tokens written since the last call.
     """
     can = getattr(model, "can_generate", lambda: False)
-    if not can() or model.config.is_encoder_decoder:  # type: ignore[operator, union-attr]
+    if not can() or model.config.is_encoder_decoder:  # type: ignore[union-attr]
         raise ValueError(f"{type(model).__name__} does not write text: name a text to fit on")
     if is_offloaded(model):
         raise ValueError("a model writes text with all weights in memory: name a text to fit on")
