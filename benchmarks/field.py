@@ -101,7 +101,8 @@ class Field:
             "threads": options.threads,
         }
         files = [options.out] if options.out and Path(options.out).exists() else []
-        self.rows = [row for file in [*files, *options.join] for row in self._read(file)]
+        rows = [row for file in [*files, *options.join] for row in self._read(file)]
+        self.rows = list({(row["method"], row["size"]): row for row in rows}.values())
 
     def _read(self, file: str) -> list[dict[str, Any]]:
         kept = json.loads(Path(file).read_text())
@@ -155,7 +156,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("run")
     parser.add_argument("--methods", default=",".join([*OURS, *METHODS]))
     parser.add_argument("--sizes", default="5%,10%,15%,20%", help="shares of all parameters")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each text to measure on")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="to measure on; half of each other text"
+    )
     parser.add_argument(
         "--fit-tokens", type=int, default=30_000, help="of calibration text, at most"
     )

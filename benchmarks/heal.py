@@ -92,7 +92,7 @@ def main() -> None:
     model = source.load(Loader())
     choose = source.held_out("choose", source.protocol(), 4096)[0]
     held_out = as_windows(choose).all_ids
-    windows = source.heal_windows([], options.steps * TOKENS)
+    windows = source.heal_windows([], options.steps, TOKENS)
     began = time.perf_counter()
 
     def progress(label, tokens):

@@ -37,7 +37,7 @@ def test_tokens_are_samples_of_the_predictions(writer):
     ids = generated_windows(model, tokenizer, 40, 48, bos="never", progress=told.append)
     special = tokenizer.all_special_ids
     assert ids.shape == (40, 48)
-    assert sum(told) == 40 * 47  # the first token of each window is drawn
+    assert sum(told) == ids.numel()
     assert not bool(torch.isin(ids, torch.tensor(special)).any())
     mean, se = surplus(model, ids, special)
     assert abs(mean) < 4 * se
@@ -58,5 +58,29 @@ def test_windows_follow_from_the_seed_alone(writer):
 
 
 def test_a_model_that_does_not_write_is_refused(writer):
-    with pytest.raises(ValueError, match="does not write text: name a text"):
+    with pytest.raises(ValueError, match="does not write text: name a text with `also_fit`"):
         generated_windows(tiny.model("bert"), writer[1], 2, 8)
+
+
+def test_a_model_without_a_cache_writes_the_same(writer, monkeypatch):
+    model, tokenizer = writer
+    wanted = generated_windows(model, tokenizer, 2, 12)
+    forward = type(model).forward
+
+    def without(self, *args, **options):
+        out = forward(self, *args, **options | {"use_cache": False})
+        out.past_key_values = None
+        return out
+
+    monkeypatch.setattr(type(model), "forward", without)
+    assert torch.equal(generated_windows(model, tokenizer, 2, 12), wanted)
+
+
+def test_tokens_are_those_that_model_and_tokenizer_both_have(writer):
+    model, tokenizer = copy.deepcopy(writer)
+    model.resize_token_embeddings(len(tokenizer) + 64)
+    with torch.no_grad():
+        model.lm_head.weight[len(tokenizer) :] = 10.0  # padding of the embedding
+    assert int(generated_windows(model, tokenizer, 4, 12).max()) < len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<{i}>" for i in range(100)]})
+    assert int(generated_windows(model, tokenizer, 4, 12).max()) < len(model.lm_head.weight)

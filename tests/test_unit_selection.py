@@ -8,7 +8,6 @@ import torch
 
 from howlinear import Moments
 from howlinear.linear.affine import Factored, UnitMap
-from howlinear.linear.solving import solve, solve_towards
 from howlinear.linear.unit_selection import eliminations, joint_map, unexplained_by_rank
 
 D, M, OUT, N = 5, 6, 4, 400
@@ -131,9 +130,7 @@ def test_unexplained_shares_are_what_the_fits_leave(data, matrix):
     assert sorted(chosen.order) == list(range(M))
     for k, rest in chosen.unexplained.items():
         units = tuple(chosen.order[:k])
-        prior = None if matrix else chosen.columns[list(units)]
-        rank, hidden = None if matrix else 0, Units(units) if k else None
-        fitted = joint_map(rows, D, units, rank, hidden, prior=prior)
+        fitted = joint_map(rows, D, units, None if matrix else 0, Units(units) if k else None)
         left = squares(fitted(x), y, weight)
         assert rest * float(rows.S_yy.sum()) == pytest.approx(left, rel=1e-6)
     assert list(chosen.unexplained.values()) == sorted(chosen.unexplained.values())
@@ -163,24 +160,3 @@ def test_units_that_repeat_one_another_do_no_harm(data):
     assert sorted(chosen.order) == list(range(M))
     assert chosen.order[-1] == 4 or chosen.order[-2] == 4  # says nothing, and goes among the first
     assert set(chosen.order[-2:]) & {0, 5}
-
-
-@pytest.mark.parametrize("intercept", [True, False])
-def test_a_map_drawn_towards_columns_is_that_of_lstsq_with_rows_for_the_penalty(data, intercept):
-    x, h, y, weight, rows = data
-    at, g = torch.tensor([1, D, D + 3]), torch.Generator().manual_seed(2)
-    prior = torch.randn(3, OUT, generator=g, dtype=torch.float64)
-    fitted = solve_towards(rows, prior, columns=at, intercept=intercept, ridge=0.7)
-    inputs = torch.cat([x, h], 1)[:, at]
-    ones = torch.ones(len(x), int(intercept), dtype=torch.float64)
-    centred = inputs - (weight @ inputs / weight.sum() if intercept else 0)
-    scale = (0.7 * (weight @ centred.square())).sqrt()
-    penalty = torch.cat([torch.diag(scale), 0 * ones[:3]], 1)
-    A = torch.cat([torch.cat([inputs, ones], 1) * weight.sqrt()[:, None], penalty])
-    b = torch.cat([y * weight.sqrt()[:, None], scale[:, None] * prior])
-    expected = np.linalg.lstsq(A.numpy(), b.numpy(), rcond=None)[0]
-    assert np.allclose(fitted.weight.t().numpy(), expected[:3], rtol=1e-8, atol=1e-10)
-    if intercept:
-        assert np.allclose(fitted.bias.numpy(), expected[3], rtol=1e-8, atol=1e-10)
-    plain = solve(rows, columns=at, intercept=intercept)[0]
-    assert not np.allclose(plain.weight.t().numpy(), expected[:3], rtol=1e-3)

@@ -80,9 +80,11 @@ class RunSource:
         texts: list[Any] = []
         seen = {self.text.fingerprint()}
         for name in names:
-            if name == GENERATED:
-                texts += [name] if name not in texts else []
+            if name == GENERATED and name not in texts:
+                texts.append(name)
                 continue
+            if name in texts:
+                raise ValueError(f"{name} is fitted on already: leave out this --also-fit")
             try:
                 text = corpus.open_text(name)
             except (ValueError, FileNotFoundError) as problem:
@@ -150,10 +152,13 @@ class RunSource:
             )
         return windows
 
-    def heal_windows(self, others: Sequence[Any], tokens: int) -> Any:
-        """Windows of the run's text and of other texts with at least so many tokens, if the texts are long enough."""
+    def heal_windows(self, others: Sequence[Any], steps: int, tokens: int) -> Any:
+        """Windows of the run's text and of other texts for so many steps, each of so many tokens or one window.
+
+        Fewer where the texts are shorter; GENERATED has no more than for fitting.
+        """
         windows = self.fit_windows().ids
-        share = tokens if not others else tokens // 2
+        share = steps * max(tokens, windows.shape[1]) // (2 if others else 1)
         if share > windows.numel():
             windows = self.short_windows(windows.shape[1], share)
         return self.mixed_windows(others, windows)[0]

@@ -32,7 +32,6 @@ from howlinear.linear.precision import NARROW, is_resolved
 from howlinear.linear.rows import Rows
 from howlinear.linear.solving import solve
 from howlinear.linear.unit_selection import (
-    TOWARDS,
     Elimination,
     eliminations,
     joint_map,
@@ -108,10 +107,7 @@ class Refitter:
             for shape in wanted:
                 units = self.units_of(block, shape)
                 hidden = taken(self.model, block, units) if units else None
-                prior = self.columns_of(block, shape)
-                fitted = joint_map(
-                    moments, d, units, shape[0], hidden, intercept=self.intercept, prior=prior
-                )
+                fitted = joint_map(moments, d, units, shape[0], hidden, intercept=self.intercept)
                 fitted = _of_inputs(fitted, block) if self.units_only else fitted
                 maps[block].append(fitted.to(self.like))
         return maps
@@ -184,14 +180,6 @@ class Refitter:
         rank, k = shape
         return tuple(self.ladders[block][rank != 0].order[:k]) if k else ()
 
-    def columns_of(self, block: Block, shape: Shape) -> Tensor | None:
-        """(units, d_out) the block's own columns of units that are kept without a matrix."""
-        rank, k = shape
-        alone = self.ladders[block][0] if k and rank == 0 else None
-        if alone is None or alone.columns is None:
-            return None
-        return alone.columns[alone.order[:k]]
-
 
 class _Fit:
     """The map of one block, on its rows in the changed model."""
@@ -199,7 +187,6 @@ class _Fit:
     def __init__(self, fitter: Refitter, block: Block, shape: Shape, walk: Walk) -> None:
         self.fitter, self.block, self.walk = fitter, block, walk
         self.rank, self.units = shape[0], fitter.units_of(block, shape)
-        self.prior = fitter.columns_of(block, shape)
         self.alone = self.rank == 0 and len(self.units) > 0  # hidden units without x
         self.corrects = False  # is the original's residual stream known, to come back to?
         self.share: float | None = None  # of the correction
@@ -238,10 +225,7 @@ class _Fit:
         if self.corrects:
             self.share = self.fitter.correction
             if self.share is None:
-                fit, held = groups
-                self.share = learned_share(
-                    fit, held, intercept=intercept, prior=self.prior, ridge=TOWARDS
-                )
+                self.share = learned_share(*groups, intercept=intercept)
             rows = Blend(merged(groups), self.share)
         self.map = self._solved(rows, intercept).to(self.fitter.like)
         return self.map
@@ -256,9 +240,7 @@ class _Fit:
         block, k = self.block, len(self.units)
         hidden = taken(self.fitter.model, block, self.units) if k else None
         d = 0 if self.alone else block.d_in
-        fitted = joint_map(
-            rows, d, range(k), self.rank, hidden, intercept=intercept, prior=self.prior
-        )
+        fitted = joint_map(rows, d, range(k), self.rank, hidden, intercept=intercept)
         if isinstance(fitted, UnitMap):
             fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
         return _of_inputs(fitted, block) if self.alone else fitted

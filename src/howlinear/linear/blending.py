@@ -13,33 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from howlinear.linear.moments import Moments
-from howlinear.linear.solving import solve, solve_towards
+from howlinear.linear.solving import solve
 
 
-def learned_share(
-    fit: Moments,
-    held: Moments,
-    *,
-    intercept: bool = True,
-    prior: Tensor | None = None,
-    ridge: float = 0.0,
-) -> float:
-    """The a in [0, 1] with which the map of `fit` comes nearest to y + c on the rows of `held`.
-
-    With a `prior` for y (columns, d) and a ridge the maps are those of `solve_towards`, that of c drawn to 0.
-    """
+def learned_share(fit: Moments, held: Moments, *, intercept: bool = True) -> float:
+    """The a in [0, 1] with which the map of `fit` comes nearest to y + c on the rows of `held`."""
     if held.n == 0:
         return 0.0
-    if prior is None:
-        joint = solve(fit, intercept=intercept)[0]
-    else:
-        both = torch.cat([prior, torch.zeros_like(prior)], 1).to(fit.mean_y)
-        joint = solve_towards(fit, both, intercept=intercept, ridge=ridge)
-    W_y, W_c = joint.weight.chunk(2)  # (d, columns) each
+    W_y, W_c = solve(fit, intercept=intercept)[0].weight.chunk(2)  # (d, columns) each
     S_xx, S_xy = held.gram(intercept)
     wanted = sum(S_xy.chunk(2, 1)) - S_xx @ W_y.t()  # of y + c, what W_y leaves
     squares = float(((W_c @ S_xx) * W_c).sum())

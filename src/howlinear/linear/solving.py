@@ -87,29 +87,6 @@ def solve(
     return Affine(W, bias, rank), Z
 
 
-def solve_towards(
-    moments: Accumulator | Blend,
-    prior: Tensor,
-    *,
-    columns: Tensor | None = None,
-    intercept: bool = True,
-    ridge: float,
-) -> Affine:
-    """The map that minimises |y - Wx - b|^2 + ridge sum_j s_j |W_j - prior_j|^2, s_j the squares of column j.
-
-    `prior` (columns, d_out) has a row for each column of x, or for each of `columns`.
-    """
-    at = slice(None) if columns is None else columns
-    S_xx, S_xy = moments.gram(intercept)
-    S_xx, S_xy = S_xx[at][:, at], S_xy[at]
-    damped = S_xx + torch.diag(ridge * S_xx.diagonal())
-    noise = input_noise(moments, intercept)[at]
-    W, rank, _ = solve_gram(damped, S_xy - S_xx @ prior, noise, moments.eps)
-    W = W + prior.t()
-    bias = moments.mean_y - W @ moments.mean_x[at] if intercept else W.new_zeros(len(W))
-    return Affine(W, bias, rank)
-
-
 def input_noise(moments: Accumulator | Blend, intercept: bool = True) -> Tensor:
     """(d_in,) root of the sum of squares that rounding alone gives each centred column of x."""
     if not intercept:

@@ -10,16 +10,12 @@ starts from the matrix and adds the unit that lowers the squared error most. `el
 from all units, which is the block itself, and removes those that the rest replaces best (optimal
 brain surgeon, for whole units): removing the units J from a fit with coefficients D and inverse
 moments P adds D_J' P_JJ^-1 D_J to the squares.
-
-Units without a matrix are a part of the block, so their columns are drawn towards those that they have beside
-all units: by a ridge of TOWARDS times each column's sum of squares, in the elimination and in the map.
-Units that only this text makes each other's substitutes then stay, and errors on other texts are smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +23,10 @@ from torch import Tensor, nn
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.blending import Blend
 from howlinear.linear.moments import Moments
-from howlinear.linear.solving import (
-    column_scale,
-    input_noise,
-    solve,
-    solve_gram,
-    solve_towards,
-)
+from howlinear.linear.solving import column_scale, input_noise, solve, solve_gram
 
 GROUP = 16  # units removed at once
 RIDGE = 1e-9  # of the scaled moments' unit diagonal: units may repeat one another
-TOWARDS = 0.5  # of each column's sum of squares: the ridge around the block's own columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,35 +35,24 @@ class Elimination:
 
     order: list[int]
     unexplained: dict[int, float]  # k -> share of the variance of y, on the rows of the fit
-    columns: Tensor | None = (
-        None  # (units, d_out) of all units together, that fits are drawn towards
-    )
 
 
 def eliminations(rows: Moments, d: int) -> tuple[Elimination, Elimination]:
     """All hidden units without a matrix, and beside one. O((d + m)^3)."""
-    S, S_y = rows.gram()
-    scale = column_scale(S.diagonal(), 0.0)
-    S, S_y = S / scale / scale[:, None], S_y / scale[:, None]
+    S, S_y = unit_diagonal(*rows.gram())
     S.diagonal().add_(RIDGE)
-    squares, units = float(rows.S_yy.sum()), slice(d, None)
-    full = torch.cholesky_solve(S_y[units], torch.linalg.cholesky(S[units, units]))
-    alone = _eliminated(S[units, units], S_y[units], 0, squares, full, TOWARDS)
-    alone = replace(alone, columns=(full / scale[units, None]).float())
-    return alone, _eliminated(S, S_y, d, squares) if d else alone
+    squares = rows.S_yy.sum()
+    alone = _eliminated(S[d:, d:], S_y[d:], 0, float(squares))
+    return alone, _eliminated(S, S_y, d, float(squares)) if d else alone
 
 
-def _eliminated(
-    S: Tensor, S_y: Tensor, start: int, total: float, prior: Tensor | None = None, ridge: float = 0
-) -> Elimination:
+def _eliminated(S: Tensor, S_y: Tensor, start: int, total: float) -> Elimination:
     """Columns of S from `start` on, the most needed first. S has a unit diagonal.
 
-    With a `prior` (columns, d_out), the coefficients of all columns, fits are drawn towards it; their
-    squares are those of fit and penalty together, less the penalty.
     P = S^-1 is not updated: what the removed columns take from it is C'C, C (removed, columns).
     """
-    P = torch.cholesky_inverse(torch.linalg.cholesky(S + ridge * torch.eye(len(S)).to(S)))
-    D = P @ S_y if prior is None else prior.clone()  # (columns, d_out)
+    P = torch.cholesky_inverse(torch.linalg.cholesky(S))
+    D = P @ S_y  # (columns, d_out)
     C = torch.empty_like(P[start:])
     diagonal = P.diagonal()[start:].clone()
     squares = max(total - float((D * S_y).sum()), 0.0)
@@ -100,8 +78,7 @@ def _eliminated(
         squares += float(e.square().sum())
         removed += units.tolist()
         left -= count
-        penalty = 0.0 if prior is None else ridge * float((D - prior).square().sum())
-        unexplained[left] = max(squares - penalty, 0.0) / total
+        unexplained[left] = squares / total
     return Elimination(removed[::-1], unexplained)
 
 
@@ -119,12 +96,10 @@ def joint_map(
     hidden: nn.Module | None,
     *,
     intercept: bool = True,
-    prior: Tensor | None = None,
 ) -> Map:
     """The best map with these units and a matrix of this rank (None: full, 0: none).
 
-    Without an intercept it is a matrix of full rank, units, or both. Units without a matrix are drawn towards
-    the columns `prior` (units, d_out).
+    Without an intercept it is a matrix of full rank, units, or both.
 
     Reduced-rank regression beside the units: with the part of both sides removed that the units
     explain, the matrix is projected on the leading eigenvectors of W S W'; then D is solved again.
@@ -134,11 +109,7 @@ def joint_map(
         joint, _ = solve(rows, columns=at, intercept=intercept)
         return UnitMap.split(joint, tuple(units), hidden) if hidden is not None else joint
     if not rank and hidden is not None:
-        if prior is None:
-            joint, _ = solve(rows, columns=at[d:], intercept=intercept)
-        else:
-            prior = prior.to(rows.mean_y)
-            joint = solve_towards(rows, prior, columns=at[d:], intercept=intercept, ridge=TOWARDS)
+        joint, _ = solve(rows, columns=at[d:], intercept=intercept)
         nothing = Factored(joint.weight.new_zeros(0, d), joint.weight[:, :0], joint.bias)
         return UnitMap(nothing, tuple(units), joint.weight, hidden)
     S, S_y = rows.gram()

@@ -38,20 +38,20 @@ def generated_windows(
     """
     can = getattr(model, "can_generate", lambda: False)
     if not can() or model.config.is_encoder_decoder:  # type: ignore[union-attr]
-        raise ValueError(f"{type(model).__name__} does not write text: name a text to fit on")
+        raise ValueError(f"{type(model).__name__} does not write text: name a text with `also_fit`")
     if is_offloaded(model):
-        raise ValueError("a model writes text with all weights in memory: name a text to fit on")
+        raise ValueError("a model writes text with all weights in memory: drop `layerwise`")
     random = torch.Generator().manual_seed(seed)
-    special = sorted(set(tokenizer.all_special_ids))
-    plain = torch.ones(len(tokenizer), dtype=torch.bool)
-    plain[special] = False
+    size = min(len(tokenizer), model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    plain = torch.ones(size, dtype=torch.bool)
+    plain[[i for i in tokenizer.all_special_ids if i < size]] = False
     start = torch.tensor(first_ids(tokenizer, bos), dtype=torch.long)
     parts = []
     for first in range(0, count, BATCH):
         n = min(BATCH, count - first)
-        drawn = torch.multinomial(plain.float(), n, generator=random)  # n different tokens
+        drawn = torch.multinomial(plain.float(), n, replacement=True, generator=random)
         ids = torch.cat([start.expand(n, -1), drawn[:, None]], 1)
-        parts.append(_continued(model, ids, length, special, random, progress))
+        parts.append(_continued(model, ids, length, plain, random, progress))
     return torch.cat(parts)
 
 
@@ -60,18 +60,25 @@ def _continued(
     model: nn.Module,
     ids: Tensor,
     length: int,
-    special: list[int],
+    plain: Tensor,
     random: torch.Generator,
     progress: Callable[[int], None],
 ) -> Tensor:
-    """Windows that begin with `ids` (n, tokens)."""
-    device, new, cache = device_of(model), ids, None
+    """Windows that begin with `ids` (n, tokens); tokens that are not `plain` are not written."""
+    device, new, options = device_of(model), ids, {}
+    progress(ids.numel())
     with evaluating(model):
         while ids.shape[1] < length:
-            out = model(input_ids=new.to(device), past_key_values=cache, use_cache=True)
-            logits, cache = out.logits[:, -1].float().cpu(), out.past_key_values
-            logits[:, special] = -torch.inf
+            out = model(input_ids=new.to(device), use_cache=True, **options)
+            logits = out.logits[:, -1, : len(plain)].float().cpu()
+            if not bool(logits.isfinite().all()):
+                raise ValueError("predictions are not finite: the model cannot write text")
+            logits[:, ~plain] = -torch.inf
             new = torch.multinomial(logits.softmax(-1), 1, generator=random)
             ids = torch.cat([ids, new], 1)
             progress(len(ids))
+            if getattr(out, "past_key_values", None) is None:  # no cache: the whole window again
+                new = ids
+            else:
+                options = {"past_key_values": out.past_key_values}
     return ids
