@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from howlinear import blocks, load
+from howlinear.cli.sources import Loader, RunSource
 from howlinear.export.write import FROM_DISK
 
 
@@ -137,6 +138,17 @@ def test_baselines_are_in_the_table(squeezed):
     done = squeezed("--dry-run", "--blocks", "1", "--keep-units", 0, "--baselines")
     for method in ("refitted", "cheapest swaps", "highest R2", "blocks removed"):
         assert method in done.stdout
+
+
+def test_healing_reads_new_text_in_each_step_where_there_is_enough(little):
+    source = RunSource(little / "run")
+    source.load(Loader())
+    fit = source.fit_windows().ids
+    assert torch.equal(source.heal_windows([], 3, 512), fit)  # enough for three steps
+    more = source.heal_windows([], 24, 512)
+    assert more.numel() == 24 * 512 > fit.numel()
+    assert len({tuple(window) for window in more.tolist()}) == len(more)
+    assert source.heal_windows([], 200, 1).numel() == 200 * 64 > fit.numel()  # a window a step
 
 
 def test_maps_are_healed_and_the_result_says_from_what_to_what(

@@ -139,6 +139,8 @@ MISTAKES = {
     "compress run -o new --layerwise --export stock": "stock needs all weights in memory: use --export hf",
     "compress run -o new --layerwise --export nemotron-nas": "or drop --layerwise and --device-map",
     "compress run --dry-run --layerwise --export gguf": "gguf needs all weights in memory: use --export hf",
+    "compress run -o new --layerwise --also-fit generated": "weights in memory: drop --layerwise",
+    "compress run --dry-run --also-fit generated --also-fit generated": "generated is fitted on already",
     # controls
     f"control cross-feed model wide {TEXT}": "only models of one width",
     f"control cross-feed model model --pairs 9:9 {TEXT}": "3 and 3 blocks",

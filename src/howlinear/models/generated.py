@@ -65,7 +65,8 @@ def _continued(
     progress: Callable[[int], None],
 ) -> Tensor:
     """Windows that begin with `ids` (n, tokens); tokens that are not `plain` are not written."""
-    device, new, options = device_of(model), ids, {}
+    device, new = device_of(model), ids
+    options: dict[str, Any] = {}
     progress(ids.numel())
     with evaluating(model):
         while ids.shape[1] < length:
