@@ -147,10 +147,9 @@ def compress_model(
 ) -> Compression:
     """Choose a replacement for each block of a run, fit them, and measure them; the model is unchanged.
 
-    With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity may
-    rise by 5 %, before healing. Maps are fitted on the windows `fit`, chosen by `choose`, healed on
-    `heal_on` (without it on `fit`) and measured on `report`. Where no plan meets the budget, the result
-    is the nearest one and `unmet` says why.
+    With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity may rise by
+    5 %, before healing. Maps are fitted on `fit`, chosen by `choose`, healed on `heal_on` (or `fit`) and measured
+    on `report`. Where no plan meets the budget, the result is the nearest one and `unmet` says why.
     """
     budget, settings = budget or Budget(perplexity=0.05), _allowed(settings, model)
     run, work = Profile.load(folder), work or Work()
@@ -161,11 +160,9 @@ def compress_model(
     fitter = Refitter(model, every, ids, **only, work=work)
     losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
     trained_on = ids if heal_on is None else as_windows(heal_on).all_ids
-    if settings.heal:
-        _check_healable(losses, trained_on, sizes.total)
-    search = Search(fitter, sizes, losses)
+    _check_healable(losses, trained_on, sizes.total, settings.heal)
+    search, maps = Search(fitter, sizes, losses), RunMaps(model, Path(folder), run)
     named = None if at is None else [b for b, _ in match(model, run, at)]
-    maps = RunMaps(model, Path(folder), run)
     best, options, path = _choose(search, maps, budget, plan, named, settings)
     if search.unmet:
         settings = replace(settings, curve=(), baselines=False, heal=0)
@@ -238,8 +235,10 @@ def change_on(
     return None if losses.reason else losses.together([maps], windows)[0]
 
 
-def _check_healable(losses: Losses, windows: Tensor, parameters: int) -> None:
-    """Refuse, before the search, what cannot be healed."""
+def _check_healable(losses: Losses, windows: Tensor, parameters: int, steps: int) -> None:
+    """Refuse, before the search, what cannot be healed, if it should be."""
+    if not steps:
+        return
     if reason := losses.reason or why_no_gradients(losses.model, as_windows(windows), Course()):
         raise ValueError(f"`heal` trains maps on predictions, but {reason}")
     check_healable(windows, as_windows(losses.choose).all_ids, parameters, losses.work)
