@@ -268,7 +268,7 @@ def _compressed(
     cut, texts = source.protocol(), {}
     texts["fit"], read = source.mixed_windows(others)
     if steps := amount["settings"]["heal"]:
-        texts["heal_on"] = source.heal_windows(others, steps, healing.TOKENS)
+        amount["settings"]["heal_on"] = source.heal_windows(others, steps, healing.TOKENS)
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
     _check_memory(source.net, source.blocks(), texts["fit"])

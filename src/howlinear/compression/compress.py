@@ -56,6 +56,7 @@ class CompressSettings:
         "hf"  # kind of export: a plan counts the parameters that it stores; "stock": one width
     )
     heal: int = 0  # steps of training all maps at once, after the plan
+    heal_on: WindowsLike | None = None  # windows to train on; those of the fit without them
     protocol: EvalProtocol | str | None = None
 
 
@@ -139,7 +140,6 @@ def compress_model(
     fit: WindowsLike,
     choose: WindowsLike,
     report: WindowsLike,
-    heal_on: WindowsLike | None = None,
     plan: Sequence[BlockPlan] | None = None,
     at: BlockNames = None,
     settings: CompressSettings | None = None,
@@ -148,8 +148,8 @@ def compress_model(
     """Choose a replacement for each block of a run, fit them, and measure them; the model is unchanged.
 
     With a `plan`, or with blocks named (`at`), nothing is searched for. Without a budget perplexity may rise by
-    5 %, before healing. Maps are fitted on `fit`, chosen by `choose`, healed on `heal_on` (or `fit`) and measured
-    on `report`. Where no plan meets the budget, the result is the nearest one and `unmet` says why.
+    5 %, before healing. Maps are fitted on the windows `fit`, chosen by `choose` and measured on `report`. Where no
+    plan meets the budget, the result is the nearest one and `unmet` says why.
     """
     budget, settings = budget or Budget(perplexity=0.05), _allowed(settings, model)
     run, work = Profile.load(folder), work or Work()
@@ -159,7 +159,7 @@ def compress_model(
     ids, only = as_windows(fit).all_ids, {"intercept": settings.intercept, "units_only": sizes.even}
     fitter = Refitter(model, every, ids, **only, work=work)
     losses = Losses(model, as_tokens(choose), as_tokens(report), settings.protocol, work)
-    trained_on = ids if heal_on is None else as_windows(heal_on).all_ids
+    trained_on = ids if settings.heal_on is None else as_windows(settings.heal_on).all_ids
     _check_healable(losses, trained_on, sizes.total, settings.heal)
     search, maps = Search(fitter, sizes, losses), RunMaps(model, Path(folder), run)
     named = None if at is None else [b for b, _ in match(model, run, at)]
