@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
+from howlinear.models import generated
 from howlinear.models.generated import generated_windows
 
 
@@ -84,3 +85,18 @@ def test_tokens_are_those_that_model_and_tokenizer_both_have(writer):
     assert int(generated_windows(model, tokenizer, 4, 12).max()) < len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<{i}>" for i in range(100)]})
     assert int(generated_windows(model, tokenizer, 4, 12).max()) < len(model.lm_head.weight)
+
+
+def test_few_windows_are_written_at_once_where_keys_and_values_are_large(writer, monkeypatch):
+    seen, (model, tokenizer) = [], writer
+    forward = type(model).forward
+
+    def note(self, *args, **options):
+        seen.append(len(options["input_ids"]))
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(type(model), "forward", note)
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    monkeypatch.setattr(generated, "CACHE", 3 * 2 * layers * width * 6 * 4)  # three windows of 6
+    assert generated_windows(model, tokenizer, 7, 6).shape == (7, 6)
+    assert set(seen) == {3, 1}

@@ -19,7 +19,8 @@ from howlinear.models.cutting import first_ids
 from howlinear.models.hooks import evaluating
 from howlinear.models.offload import device_of, is_offloaded
 
-BATCH = 32  # windows that are written at once
+MOST = 64  # windows that are written at once
+CACHE = 2**32  # bytes that their keys and values may take, at most
 
 
 def generated_windows(
@@ -47,12 +48,20 @@ def generated_windows(
     plain[[i for i in tokenizer.all_special_ids if i < size]] = False
     start = torch.tensor(first_ids(tokenizer, bos), dtype=torch.long)
     parts = []
-    for first in range(0, count, BATCH):
-        n = min(BATCH, count - first)
+    batch = _windows_at_once(model, length)
+    for first in range(0, count, batch):
+        n = min(batch, count - first)
         drawn = torch.multinomial(plain.float(), n, replacement=True, generator=random)
         ids = torch.cat([start.expand(n, -1), drawn[:, None]], 1)
         parts.append(_continued(model, ids, length, plain, random, progress))
     return torch.cat(parts)
+
+
+def _windows_at_once(model: Any, length: int) -> int:
+    """As many as keys and values of full width leave memory for."""
+    config = model.config.get_text_config()
+    size = 2 * config.num_hidden_layers * config.hidden_size * length * model.dtype.itemsize
+    return int(min(max(CACHE // size, 1), MOST))
 
 
 @torch.no_grad()
