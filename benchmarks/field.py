@@ -11,7 +11,8 @@ report on, and two texts of other domains (half as many tokens of each). Sizes a
 embedding that is tied counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
 calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 12 windows of the text
-for choosing, to price its options. In `ours-generated` half of the calibration text is written by the model.
+for choosing, to price its options. For METHOD-generated the model writes half of the calibration text itself; every
+method can be named so.
 
 Every result goes to --out as soon as it is there; the same command goes on with what is missing.
 Differences are paired with the original, in nats per token with standard errors. Prefill is the speed over that
@@ -32,6 +33,7 @@ if __name__ == "__main__":  # this folder goes last: its signal.py would hide th
 import argparse
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,14 @@ from howlinear.losses.protocols import held_out_tokens
 from howlinear.losses.readout import KeptReadout
 from howlinear.losses.speed import compare_speeds
 from howlinear.models.corpus import builtin_text
+from howlinear.models.cutting import mixed
 from howlinear.models.families import parameter_count
+from howlinear.models.generated import generated_windows
 from howlinear.records.files import write_json
 
 OTHERS = ("python-docs", "python-code")
 DOMAIN = "its own text"
-OURS = ("ours", "ours-generated")
+WRITTEN = "-generated"  # behind a method: half of its calibration text is written by the model
 METHODS: dict[str, Callable[[Calibration, int], Made]] = {
     "wanda-sp": wanda,
     "flap": flap,
@@ -82,6 +86,7 @@ class Field:
         self.protocol, self.out = source.protocol(), options.out
         windows = source.fit_windows().ids
         count = max(1, options.fit_tokens // windows.shape[1])
+        self.source, self.model = source, model
         self.calibration = Calibration(model, spread_rows(windows, count))
         self.length = min(512, model.config.max_position_embeddings - 1)  # and one more to decode
         self.original = KeptReadout(model)
@@ -91,9 +96,7 @@ class Field:
             more = (source.tokenizer, self.protocol, options.tokens // 2, source.bos)
             self.texts[name] = held_out_tokens(text, *more)[0]
         choose = source.held_out("choose", self.protocol, options.tokens)[0]
-        texts = choose, self.texts[DOMAIN], self.protocol
-        writes = Ours(*texts, source.tokenizer, source.bos)
-        self.methods = METHODS | {"ours": Ours(*texts), "ours-generated": writes}
+        self.methods = {"ours": Ours(choose, self.texts[DOMAIN], self.protocol), **METHODS}
         self.settings = {
             "model": source.profile["model"],
             "fit_tokens": self.calibration.ids.numel(),
@@ -110,17 +113,26 @@ class Field:
             raise ValueError(f"{file} holds results with other settings: name another file")
         return kept["rows"]
 
+    @cached_property
+    def written(self) -> Calibration:
+        """As many tokens as `calibration`, half of them written by the model."""
+        ids, source = self.calibration.ids, self.source
+        size = len(ids) // 2, ids.shape[1]
+        more = generated_windows(self.model, source.tokenizer, *size, bos=source.bos)
+        return Calibration(self.model, mixed([spread_rows(ids, len(ids) - len(more)), more]))
+
     def has(self, method: str, size: float) -> bool:
         return any(row["method"] == method and row["size"] == size for row in self.rows)
 
     def measure(self, method: str, size: float) -> None:
         """One method at one size: compress, compare, time, write."""
-        model = self.calibration.model
+        model, calibration = self.model, self.calibration
+        if method.endswith(WRITTEN):
+            calibration = self.written
         before, blocks = parameter_count(model), feed_forward_count(model)
         target = -(-round(size * 1e6) * before // 10**6)
-        made, seconds = self.calibration.timed(
-            lambda: self.methods[method](self.calibration, target)
-        )
+        compress = self.methods[method.removesuffix(WRITTEN)]
+        made, seconds = calibration.timed(lambda: compress(calibration, target))
         after = parameter_count(made.model)
         losses = {
             name: compare_all(self.original, [made.model], ids, self.protocol)[0].to_dict()
@@ -154,7 +166,7 @@ class Field:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("--methods", default=",".join([*OURS, *METHODS]))
+    parser.add_argument("--methods", default=",".join(["ours", f"ours{WRITTEN}", *METHODS]))
     parser.add_argument("--sizes", default="5%,10%,15%,20%", help="shares of all parameters")
     parser.add_argument(
         "--tokens", type=int, default=4096, help="to measure on; half of each other text"
@@ -168,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--figure", help="draw nats against size into this SVG file")
     options = parser.parse_args(arguments)
     names = options.methods.split(",")
-    if unknown := set(names) - {*OURS, *METHODS}:
+    if unknown := {name.removesuffix(WRITTEN) for name in names} - {"ours", *METHODS}:
         parser.error(
             f"no method {', '.join(sorted(unknown))}: expected {', '.join(['ours', *METHODS])}"
         )

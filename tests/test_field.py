@@ -1,5 +1,6 @@
 """Published methods of benchmarks/field.py on a tiny trained model: sizes, closed forms, planted solutions."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -274,3 +275,10 @@ def test_the_command_goes_on_where_it_was_and_refuses_other_settings(short_text,
     assert "ours: 1" in drawn.read_text()  # the title of its dot
     with pytest.raises(ValueError, match="other settings"):
         command.main([*common, "--methods", "shortgpt", "--tokens", "256"])
+    command.main([*common, "--methods", "shortgpt-generated"])
+    assert json.loads(out.read_text())["rows"][-1]["method"] == "shortgpt-generated"
+    options = {"run": common[0], "out": None, "join": [], "tokens": 512, "threads": 1}
+    field = command.Field(argparse.Namespace(**options, fit_tokens=1024))
+    own, half = ({tuple(row) for row in c.ids.tolist()} for c in (field.calibration, field.written))
+    assert len(own) == len(half) == 16  # windows
+    assert len(own & half) == 8  # the model has written the others
