@@ -11,8 +11,8 @@ report on, and two texts of other domains (half as many tokens of each). Sizes a
 embedding that is tied counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
 calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 12 windows of the text
-for choosing, to price its options. For METHOD-generated the model writes half of the calibration text itself; every
-method can be named so.
+for choosing, to price its options. METHOD-generated also reads as many tokens that the model writes itself, as with
+`howlinear compress --also-fit generated`; every method can be named so.
 
 Every result goes to --out as soon as it is there; the same command goes on with what is missing.
 Differences are paired with the original, in nats per token with standard errors. Prefill is the speed over that
@@ -32,6 +32,7 @@ if __name__ == "__main__":  # this folder goes last: its signal.py would hide th
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +60,7 @@ from howlinear.records.files import write_json
 
 OTHERS = ("python-docs", "python-code")
 DOMAIN = "its own text"
-WRITTEN = "-generated"  # behind a method: half of its calibration text is written by the model
+WRITTEN = "-generated"  # behind a method: its calibration text and as much that the model writes
 METHODS: dict[str, Callable[[Calibration, int], Made]] = {
     "wanda-sp": wanda,
     "flap": flap,
@@ -114,21 +115,20 @@ class Field:
         return kept["rows"]
 
     @cached_property
-    def written(self) -> Calibration:
-        """As many tokens as `calibration`, half of them written by the model."""
-        ids, source = self.calibration.ids, self.source
-        size = len(ids) // 2, ids.shape[1]
-        more = generated_windows(self.model, source.tokenizer, *size, bos=source.bos)
-        return Calibration(self.model, mixed([spread_rows(ids, len(ids) - len(more)), more]))
+    def written(self) -> tuple[Calibration, float]:
+        """The windows of `calibration` and as many that the model writes; the CPU seconds of writing."""
+        ids, source, began = self.calibration.ids, self.source, time.process_time()
+        more = generated_windows(self.model, source.tokenizer, *ids.shape, bos=source.bos)
+        return Calibration(self.model, mixed([ids, more])), time.process_time() - began
 
     def has(self, method: str, size: float) -> bool:
         return any(row["method"] == method and row["size"] == size for row in self.rows)
 
     def measure(self, method: str, size: float) -> None:
         """One method at one size: compress, compare, time, write."""
-        model, calibration = self.model, self.calibration
+        model, calibration, writing = self.model, self.calibration, 0.0
         if method.endswith(WRITTEN):
-            calibration = self.written
+            calibration, writing = self.written
         before, blocks = parameter_count(model), feed_forward_count(model)
         target = -(-round(size * 1e6) * before // 10**6)
         compress = self.methods[method.removesuffix(WRITTEN)]
@@ -147,7 +147,7 @@ class Field:
             "removed": 1 - after / before,
             "feed_forward_removed": 1 - feed_forward_count(made.model) / blocks,
             "bytes": 2 * after,
-            "seconds": seconds,
+            "seconds": seconds + writing,
             "prefill": speed.prefill.median,
             "texts": losses,
         }

@@ -50,7 +50,8 @@ def test_a_smaller_model_is_written_loads_and_says_how_it_was_made(squeezed, cop
 def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("for i in range(10):\n    print(i, i * i)\n\n" * 900)
-    plain = json.loads(squeezed("--dry-run", "--blocks", "0", "--json").stdout)
+    alone = ("--dry-run", "--blocks", "0", "--also-fit", "none", "--json")
+    plain = json.loads(squeezed(*alone).stdout)
     shown = squeezed("--dry-run", "--blocks", "0", "--also-fit", more).stdout
     assert f"{more}:perplexity" in "".join(shown.split())  # long paths are broken over lines
     data = json.loads((copied / "compress.json").read_text())
@@ -61,9 +62,7 @@ def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_p
     assert own["change"] == data["change"] != plain["change"]  # of another map, on the same text
     assert other["change"]["changed"] != own["change"]["changed"]
     assert plain["texts"] is None
-    data = json.loads(
-        squeezed("--dry-run", "--blocks", "0", "--also-fit", "generated", "--json").stdout
-    )
+    data = json.loads(squeezed("--dry-run", "--blocks", "0", "--json").stdout)
     own, written = data["texts"]
     assert (written["name"], written["tokens"]) == ("generated", own["tokens"])
     assert written["change"] is None  # nothing is reported on text of the model's own
@@ -95,7 +94,7 @@ def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_pat
 
 
 def test_weights_on_disk_are_exported_as_those_in_memory(squeezed, copied, tmp_path):
-    plan = ("--blocks", "0,2", "--keep-units", 2)
+    plan = ("--blocks", "0,2", "--keep-units", 2, "--also-fit", "none")
     for name, flags in {"plain": (), "disk": ("--layerwise",), "other": ("--rank", 3)}.items():
         squeezed("-o", tmp_path / name, *plan, *flags)
     plain, disk, other = (
@@ -117,6 +116,7 @@ def test_a_budget_is_met_with_weights_on_disk(squeezed, tmp_path, reloaded_here)
     assert record["removed"] >= 0.3 * record["feed_forward"]
     assert record["exported"]["parameters"] == record["parameters"] - record["removed"]
     assert "generated text was not" in " ".join(done.stdout.split())
+    assert "all weights in memory: maps are fitted on the run's text alone" in done.stderr
 
 
 def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):

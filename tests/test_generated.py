@@ -59,7 +59,7 @@ def test_windows_follow_from_the_seed_alone(writer):
 
 
 def test_a_model_that_does_not_write_is_refused(writer):
-    with pytest.raises(ValueError, match="does not write text: name a text with `also_fit`"):
+    with pytest.raises(ValueError, match="does not write text: name another text with `also_fit`"):
         generated_windows(tiny.model("bert"), writer[1], 2, 8)
 
 

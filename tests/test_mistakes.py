@@ -139,7 +139,8 @@ MISTAKES = {
     "compress run -o new --layerwise --export stock": "stock needs all weights in memory: use --export hf",
     "compress run -o new --layerwise --export nemotron-nas": "or drop --layerwise and --device-map",
     "compress run --dry-run --layerwise --export gguf": "gguf needs all weights in memory: use --export hf",
-    "compress run -o new --layerwise --also-fit generated": "weights in memory: drop --layerwise",
+    "compress run -o new --layerwise --also-fit generated": "in memory: name another text with --also-fit",
+    "compress run --dry-run --also-fit none --also-fit generated": "--also-fit none stands alone",
     "compress run --dry-run --also-fit generated --also-fit generated": "generated is fitted on already",
     # controls
     f"control cross-feed model wide {TEXT}": "only models of one width",

@@ -43,7 +43,7 @@ STEPS = 10
 
 PROFILE = ("--tokens", "4096", "--max-length", "64", "--batch-size", "16", "--folds", "2")
 PREDICT = ("--tokens", "256")
-COMPRESS = ("--blocks", "0", "--rank", "full", "--keep-units", "0")
+COMPRESS = ("--blocks", "0", "--rank", "full", "--keep-units", "0", "--also-fit", "none")
 
 
 class Killed(BaseException):

@@ -63,8 +63,8 @@ Baselines = Annotated[
 AlsoFit = Annotated[
     list[str] | None,
     Option(
-        help="Another text to fit on: generated (by the model itself), python-docs, python-code or a "
-        "file; may be repeated."
+        help="Another text to fit on: generated (by the model itself; the default), python-docs, "
+        "python-code, a file, or none; may be repeated."
     ),
 ]
 Heal = Annotated[
@@ -105,6 +105,7 @@ def compress(
     as_json: flags.AsJson = False,
 ) -> None:
     """Replace blocks under a budget and write a smaller model that loads."""
+    from howlinear.models.generated import why_no_text
     from howlinear.run.work import Ranks
 
     flags.check_placement(layerwise, device_map)
@@ -113,12 +114,15 @@ def compress(
     amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
     settings = _settings(rank, keep_units, curve, export)
     source.check_blocks(blocks, every=export == "stock")
-    others = source.other_texts(also_fit or [])
+    others = source.other_texts([GENERATED] if also_fit is None else also_fit)
     source.folder.check_addable("plan", "compress")
     exported = _checked_out(out, dry_run)
     ranks = Ranks.start()
     loader = Loader(device, trust_remote_code, allow_pickle)
     with _loaded(source, loader, layerwise, device_map) as net:
+        if also_fit is None and (reason := why_no_text(net)):
+            say(f"{reason}: maps are fitted on the run's text alone")
+            others = []
         _set_goal(amount, source, target_size, speedup)
         settings["target"] = _target(net, export, source.model, exported)
         amount["settings"] = settings | {"baselines": baselines, "heal": heal}

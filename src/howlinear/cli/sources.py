@@ -19,6 +19,7 @@ from howlinear.run.folder import RunFolder
 
 PARTS = ("fit", "choose", "report")
 GENERATED = "generated"  # in place of a text: what the model writes itself
+NONE = "none"  # no text beside the run's
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class RunSource:
         """Texts to fit on beside the run's, by name or file; the run's own is refused. GENERATED stays a name."""
         from howlinear.models import corpus
 
+        if NONE in names:
+            if len(names) > 1:
+                raise ValueError(f"--also-fit {NONE} stands alone: leave it out to name texts")
+            return []
         texts: list[Any] = []
         seen = {self.text.fingerprint()}
         for name in names:

@@ -23,6 +23,14 @@ MOST = 64  # windows that are written at once
 CACHE = 2**32  # bytes that their keys and values may take, at most
 
 
+def why_no_text(model: nn.Module) -> str:
+    """Why a model cannot write text; "" if it can."""
+    can = getattr(model, "can_generate", lambda: False)
+    if not can() or model.config.is_encoder_decoder:  # type: ignore[union-attr]
+        return f"{type(model).__name__} does not write text"
+    return "a model writes text with all weights in memory" if is_offloaded(model) else ""
+
+
 def generated_windows(
     model: nn.Module,
     tokenizer: Any,
@@ -37,11 +45,8 @@ def generated_windows(
 
     `progress` is called with the number of tokens written since the last call.
     """
-    can = getattr(model, "can_generate", lambda: False)
-    if not can() or model.config.is_encoder_decoder:  # type: ignore[union-attr]
-        raise ValueError(f"{type(model).__name__} does not write text: name a text with `also_fit`")
-    if is_offloaded(model):
-        raise ValueError("a model writes text with all weights in memory: drop `layerwise`")
+    if reason := why_no_text(model):
+        raise ValueError(f"{reason}: name another text with `also_fit`")
     random = torch.Generator().manual_seed(seed)
     size = min(len(tokenizer), model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     plain = torch.ones(size, dtype=torch.bool)
