@@ -4,12 +4,15 @@
     python benchmarks/heal.py RUN --share 25% --beside 18%      # and another plan that is not healed
     python benchmarks/heal.py RUN --rates 3e-5,1e-4,3e-4 --steps 40     # which learning rate
     python benchmarks/heal.py RUN --units-frozen                # the weights of kept units not trained
+    python benchmarks/heal.py RUN --also-fit none               # the run's text alone
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo). Plan, refit and healing are those of
 `howlinear compress RUN --remove-params SHARE --heal STEPS`. They are compared
 unhealed and healed on the text for reporting and on texts of other kinds. Labels are not
 used, so the original model trained by the same recipe stays as it is (tests/test_healing.py); what maps
-learn of the text alone shows as a gain on the run's text that other texts do not have.
+learn of the text alone shows as a gain on the run's text that other texts do not have. Loss may also fall because
+predictions become smoother, which a division of the logits by a temperature does as well: the last lines compare
+the original, the unhealed and the healed model, each at the temperature with the lowest loss on the text for choosing.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ import resource
 import time
 from pathlib import Path
 
-from howlinear.cli.sources import Loader, RunSource
+import torch
+from torch.nn.functional import cross_entropy
+
+from howlinear.cli.sources import GENERATED, Loader, RunSource
 from howlinear.compression.healing import TOKENS, Recipe, heal
 from howlinear.compression.plan import descent
 from howlinear.compression.prices import Losses, Sizes, price_options
@@ -37,10 +43,10 @@ from howlinear.models.hooks import swapped
 from howlinear.run.work import Work
 
 
-def planned(model, source, choose, shares, work):
+def planned(model, source, others, choose, shares, work):
     """Maps of the plans that remove these shares of the feed-forward parameters, by name."""
     at, cut = source.blocks(), source.protocol()
-    fitter = Refitter(model, at, source.fit_windows().ids, work=work)
+    fitter = Refitter(model, at, source.mixed_windows(others)[0], work=work)
     search = Search(fitter, Sizes(model, at), Losses(model, choose, choose, cut, work))
     path = descent(price_options(fitter, search.sizes, search.losses, "auto", "auto"))
     every = {}
@@ -75,6 +81,33 @@ def compared(model, variants, texts):
             )
 
 
+TEMPERATURES = [0.8 + 0.02 * i for i in range(31)]  # 0.80 to 1.40
+
+
+@torch.no_grad()
+def losses_at(model, windows):
+    """(temperatures,) mean loss of next tokens with the logits divided by each."""
+    sums, count = torch.zeros(len(TEMPERATURES), dtype=torch.float64), 0
+    for window in windows:
+        logits = model(input_ids=window[None], use_cache=False).logits[0, :-1]
+        for i, t in enumerate(TEMPERATURES):
+            sums[i] += float(cross_entropy(logits / t, window[1:], reduction="sum"))
+        count += len(window) - 1
+    return sums / count
+
+
+def at_best_temperatures(model, variants, choose, texts):
+    """Loss over the original's when each model has the temperature that suits it best."""
+    original = {}
+    for label, maps in {"original": {}, **variants}.items():
+        with swapped(model, maps):
+            best = int(losses_at(model, choose).argmin())
+            losses = {name: losses_at(model, windows) for name, windows in texts.items()}
+        original = original or {name: float(loss[best]) for name, loss in losses.items()}
+        more = (f"{name} {float(x[best]) - original[name]:+.4f}" for name, x in losses.items())
+        print(f"{label:16} temperature {TEMPERATURES[best]:.2f}: {', '.join(more)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
@@ -86,13 +119,15 @@ def main() -> None:
     parser.add_argument("--rates", default=str(Recipe.learning_rate))
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--units-frozen", action="store_true")
+    parser.add_argument("--also-fit", default=GENERATED, help="a text, or none")
     options = parser.parse_args()
 
     source = RunSource(Path(options.run))
     model = source.load(Loader())
     choose = source.held_out("choose", source.protocol(), 4096)[0]
     held_out = as_windows(choose).all_ids
-    windows = source.heal_windows([], options.steps, TOKENS)
+    others = source.other_texts([options.also_fit])
+    windows = source.heal_windows(others, options.steps, TOKENS)
     began = time.perf_counter()
 
     def progress(label, tokens):
@@ -102,7 +137,7 @@ def main() -> None:
     work = Work(progress=progress)
     shares = [options.share, *filter(None, options.beside.split(","))]
     shares = [float(share.rstrip("%")) / 100 for share in shares]
-    variants = planned(model, source, choose, shares, work)
+    variants = planned(model, source, others, choose, shares, work)
     unhealed = next(iter(variants))
     compared(model, variants, texts_of(source, options.tokens))
     for rate in map(float, options.rates.split(",")):
@@ -115,6 +150,7 @@ def main() -> None:
         name: maps for name, maps in variants.items() if "%" not in name or name == unhealed
     }
     compared(model, variants, texts_of(source, options.tokens))
+    at_best_temperatures(model, variants, choose, texts_of(source, options.tokens))
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
 
 

@@ -43,7 +43,7 @@ from howlinear.run.work import Advance, Work
 
 TOKENS = 512  # of one step
 HELD_OUT = 2048  # tokens on which KL is measured, about
-PATIENCE = 3  # measurements without a lower KL before training ends
+PATIENCE = 5  # measurements without a lower KL before training ends
 NORM = 1.0  # of gradients, at most
 SHARE = 8  # of the free memory: hidden states that are kept take one part
 
