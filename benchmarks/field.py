@@ -10,7 +10,7 @@ runs/demo). All methods are fitted on the windows of the run and measured on the
 report on, and two texts of other domains (half as many tokens of each). Sizes are shares of all parameters, an
 embedding that is tied counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
-calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 12 windows of the text
+calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 32 windows of the text
 for choosing, to price its options. METHOD-generated also reads as many tokens that the model writes itself, as with
 `howlinear compress --also-fit generated`; every method can be named so.
 

@@ -24,6 +24,7 @@ from howlinear.models.offload import is_offloaded
 from howlinear.records.fields import BlockPlan
 from howlinear.run.work import Work
 from howlinear.swapping.swaps import SwapOptions, measure_swaps
+from test_swap import drawn
 
 
 def sharpened(name, **settings):
@@ -93,6 +94,23 @@ def test_prices_are_those_of_measured_swaps_as_long_as_errors_are_small(name):
     assert max(expected[::2]) < 1e-12
     for price, cost in zip(expected[1::2], measured[1::2], strict=True):
         assert cost / 4 < price < 4 * cost
+
+
+def test_windows_are_priced_in_parts_of_equal_weight():
+    """Parts of 12 windows: the same part twice costs what it costs once, and another one something else."""
+    torch.manual_seed(0)
+    model = tiny.model("llama").requires_grad_(False)
+    variants = [(b, torch.nn.Linear(b.d_in, b.d_out)) for b in blocks(model)]
+    first, other = drawn(model, 24, 3).split(12)
+
+    def prices(*parts):
+        return Losses(model, torch.cat(parts), REPORT, None, Work()).expected(variants)
+
+    once, twice, both = prices(first), prices(first, first), prices(first, other)
+    alone = prices(other)
+    assert twice == pytest.approx(once)
+    assert both != pytest.approx(once)
+    assert both == pytest.approx([(a + b) / 2 for a, b in zip(once, alone, strict=True)])
 
 
 def test_a_share_of_parameters_goes(by_share):

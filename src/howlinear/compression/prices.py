@@ -42,6 +42,7 @@ from howlinear.swapping.maps import RunMaps
 ALONE = (0.5, 0.75)
 RANKS = (1 / 16, 1 / 8, 1 / 4)  # of the width, beside these shares of the hidden units:
 BESIDE = (0.0, 0.25, 0.5)
+PRICED = 48  # windows that go forward and backward to price options, WINDOWS at a time
 OPTION_TOKENS = 1024  # tokens on which the cost of one option is measured
 SINKS = 4  # hidden units beside a matrix, at least: attention sinks need a few, and few suffice
 
@@ -150,21 +151,27 @@ class Losses:
         ids = as_windows(self.choose).ids
         if ids is None or why_no_gradients(self.model, as_windows(ids), Course()):
             return [change.kl for change in self.alone("measuring options", variants)]
-        self.work.begin("pricing options")
-        step = max(1, len(ids) // WINDOWS)
-        at = list(dict.fromkeys(block for block, _ in variants))
-        samples = gradients_on(self.model, at, ids[::step][:WINDOWS])
+        chosen = ids[:: max(1, len(ids) // PRICED)][:PRICED]
+        advance = self.work.begin("pricing options", chosen.numel())
+        costs = torch.zeros(len(variants), dtype=torch.float64)
+        for part in chosen.split(WINDOWS):
+            costs += len(part) / len(chosen) * torch.tensor(self._expected_on(part, variants))
+            advance(part.numel())
+        return costs.tolist()
+
+    @torch.no_grad()
+    def _expected_on(self, ids: Tensor, variants: Sequence[Variant]) -> list[float]:
+        """The expected costs by the gradients of these windows."""
+        at, like = list(dict.fromkeys(b for b, _ in variants)), next(self.model.parameters())
+        samples, costs = gradients_on(self.model, at, ids), []
         if not samples:
             raise ValueError("predictions are not finite")
-        costs = []
-        like = next(self.model.parameters())
-        with torch.no_grad():
-            for block, fitted in variants:
-                norm = self.model.get_submodule(block.out_norm) if block.out_norm else None
-                after = norm and (lambda y, norm=norm: norm(y.to(like)).cpu().double())
-                sample = samples[block]
-                guess = fitted(sample.x.to(like)).cpu()
-                costs.append(expected_kl(sample, guess, after).nats)
+        for block, fitted in variants:
+            norm = self.model.get_submodule(block.out_norm) if block.out_norm else None
+            after = norm and (lambda y, norm=norm: norm(y.to(like)).cpu().double())
+            sample = samples[block]
+            guess = fitted(sample.x.to(like)).cpu()
+            costs.append(expected_kl(sample, guess, after).nats)
         return costs
 
     def alone(self, label: str, variants: Sequence[Variant]) -> list[Comparison]:
