@@ -45,7 +45,7 @@ from field.llama import Calibration, Made, feed_forward_count, spread_rows
 from field.lowrank import svd_llm
 from field.ours import Ours
 from field.slicing import slicegpt
-from field.table import figure, markdown
+from field.table import figure, markdown, summary
 from field.units import flap, modegpt, obs, olica, wanda
 from howlinear.cli.sources import Loader, RunSource
 from howlinear.losses.perplexity import compare_all
@@ -190,6 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name in names:
             if not field.has(name, size):
                 field.measure(name, size)
+    for text in field.texts:
+        print(summary(field.rows, text))
     print(markdown(field.rows, list(field.texts)))
     if options.figure:
         Path(options.figure).write_text(figure(field.rows, DOMAIN))

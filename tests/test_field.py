@@ -18,7 +18,7 @@ from howlinear.models.families import parameter_count
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: its signal.py would hide the standard library's
 
-from field import layers, llama, lowrank, slicing, units  # noqa: E402
+from field import layers, llama, lowrank, slicing, table, units  # noqa: E402
 
 METHODS = {
     "wanda": units.wanda,
@@ -248,6 +248,20 @@ def test_seconds_count_what_another_method_had_computed(calibration):
     assert first > shared
 
 
+def test_the_lowest_of_each_size_is_bold_and_what_was_not_measured_a_dash():
+    def row(method, size, nats):
+        return {
+            "method": method,
+            "size": size,
+            "texts": {"own": {"delta_nll": nats, "delta_nll_se": 0.01}},
+        }
+
+    rows = [row("slow", 0.05, 0.3), row("fast", 0.05, 0.2), row("slow", 0.1, 0.4)]
+    *_, first, last = table.summary(rows, "own").splitlines()
+    assert first == "| fast | **+0.200 ± 0.010** | - |"
+    assert last == "| slow | +0.300 ± 0.010 | **+0.400 ± 0.010** |"
+
+
 def test_the_command_goes_on_where_it_was_and_refuses_other_settings(short_text, tmp_path, capsys):
     """Ours and a method that removes layers, on a run of the tiny model."""
     spec = importlib.util.spec_from_file_location("field_command", BENCHMARKS / "field.py")
@@ -270,8 +284,8 @@ def test_the_command_goes_on_where_it_was_and_refuses_other_settings(short_text,
         assert row["bytes"] == 2 * row["parameters"]
         assert row["texts"]["its own text"]["delta_nll_se"] > 0
     assert rows[0]["feed_forward_removed"] == pytest.approx(1 / 8)  # one layer is 10.2 % of all
-    table = capsys.readouterr().out.split("At 10% of all parameters:")[-1]
-    assert "| ours |" in table
+    printed = capsys.readouterr().out.split("At 10% of all parameters:")[-1]
+    assert "| ours |" in printed
     assert "ours: 1" in drawn.read_text()  # the title of its dot
     with pytest.raises(ValueError, match="other settings"):
         command.main([*common, "--methods", "shortgpt", "--tokens", "256"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,29 @@ def markdown(rows: Sequence[Row], texts: Sequence[str]) -> str:
         at = [row for row in rows if row["size"] == size]
         lines += [line(cells(row, texts)) for row in sorted(at, key=lambda r: nats(r, texts[0]))]
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row], text: str) -> str:
+    """Nats of each method by size; the lowest of each size in bold."""
+    sizes = sorted({row["size"] for row in rows})
+    by_method: dict[str, dict[float, Row]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["size"]] = row
+    least = {size: min(nats(r, text) for r in rows if r["size"] == size) for size in sizes}
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        told = f"{nats(row, text):+.3f} ± {row['texts'][text]['delta_nll_se']:.3f}"
+        return f"**{told}**" if nats(row, text) == least[row["size"]] else told
+
+    def rank(method: str) -> list[float]:
+        return [nats(r, text) if (r := by_method[method].get(s)) else math.inf for s in sizes]
+
+    lines = [line(["method", *(f"{size:.0%}" for size in sizes)]), line(["---"] * (1 + len(sizes)))]
+    for method in sorted(by_method, key=rank):
+        lines.append(line([method, *(cell(by_method[method].get(size)) for size in sizes)]))
+    return f"\nNats, {text}:\n\n" + "\n".join(lines)
 
 
 def line(cells: Sequence[str]) -> str:
