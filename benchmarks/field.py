@@ -10,7 +10,7 @@ runs/demo). All methods are fitted on the windows of the run and measured on the
 report on, and two texts of other domains (half as many tokens of each). Sizes are shares of all parameters, an
 embedding that is tied counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
-calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 32 windows of the text
+calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 33 windows of the text
 for choosing, to price its options. METHOD-generated also reads as many tokens that the model writes itself, as with
 `howlinear compress --also-fit generated`; every method can be named so.
 
@@ -48,6 +48,7 @@ from field.slicing import slicegpt
 from field.table import figure, markdown, summary
 from field.units import flap, modegpt, obs, olica, wanda
 from howlinear.cli.sources import Loader, RunSource
+from howlinear.compression.prices import PRICED
 from howlinear.losses.perplexity import compare_all
 from howlinear.losses.protocols import held_out_tokens
 from howlinear.losses.readout import KeptReadout
@@ -103,6 +104,8 @@ class Field:
             "fit_tokens": self.calibration.ids.numel(),
             "tokens": options.tokens,
             "threads": options.threads,
+            "priced": PRICED,  # windows, and other tokens of WRITTEN for each of the text's:
+            "written": 1,
         }
         files = [options.out] if options.out and Path(options.out).exists() else []
         rows = [row for file in [*files, *options.join] for row in self._read(file)]

@@ -43,10 +43,10 @@ from howlinear.models.hooks import swapped
 from howlinear.run.work import Work
 
 
-def planned(model, source, others, choose, shares, work):
+def planned(model, source, fit, choose, shares, work):
     """Maps of the plans that remove these shares of the feed-forward parameters, by name."""
     at, cut = source.blocks(), source.protocol()
-    fitter = Refitter(model, at, source.mixed_windows(others)[0], work=work)
+    fitter = Refitter(model, at, fit, work=work)
     search = Search(fitter, Sizes(model, at), Losses(model, choose, choose, cut, work))
     path = descent(price_options(fitter, search.sizes, search.losses, "auto", "auto"))
     every = {}
@@ -88,7 +88,7 @@ TEMPERATURES = [0.8 + 0.02 * i for i in range(31)]  # 0.80 to 1.40
 def losses_at(model, windows):
     """(temperatures,) mean loss of next tokens with the logits divided by each."""
     sums, count = torch.zeros(len(TEMPERATURES), dtype=torch.float64), 0
-    for window in windows:
+    for window in as_windows(windows).all_ids:
         logits = model(input_ids=window[None], use_cache=False).logits[0, :-1]
         for i, t in enumerate(TEMPERATURES):
             sums[i] += float(cross_entropy(logits / t, window[1:], reduction="sum"))
@@ -127,6 +127,7 @@ def main() -> None:
     choose = source.held_out("choose", source.protocol(), 4096)[0]
     held_out = as_windows(choose).all_ids
     others = source.other_texts([options.also_fit])
+    fit, _ = source.mixed_windows(others)
     windows = source.heal_windows(others, options.steps, TOKENS)
     began = time.perf_counter()
 
@@ -137,7 +138,7 @@ def main() -> None:
     work = Work(progress=progress)
     shares = [options.share, *filter(None, options.beside.split(","))]
     shares = [float(share.rstrip("%")) / 100 for share in shares]
-    variants = planned(model, source, others, choose, shares, work)
+    variants = planned(model, source, fit, choose, shares, work)
     unhealed = next(iter(variants))
     compared(model, variants, texts_of(source, options.tokens))
     for rate in map(float, options.rates.split(",")):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from howlinear import blocks, load
-from howlinear.cli.sources import Loader, RunSource
+from howlinear.cli.sources import GENERATED, Loader, RunSource
 from howlinear.export.write import FROM_DISK
 
 
@@ -149,6 +149,9 @@ def test_healing_reads_new_text_in_each_step_where_there_is_enough(little):
     assert more.numel() == 24 * 512 > fit.numel()
     assert len({tuple(window) for window in more.tolist()}) == len(more)
     assert source.heal_windows([], 200, 1).numel() == 200 * 64 > fit.numel()  # a window a step
+    source.mixed_windows([GENERATED])
+    both = source.heal_windows([GENERATED], 48, 512)
+    assert len(both) == len({tuple(window) for window in both.tolist()}) == 48 * 512 // 64
 
 
 def test_maps_are_healed_and_the_result_says_from_what_to_what(

@@ -11,7 +11,7 @@ import tiny
 from howlinear import blocks, profile, swapped
 from howlinear.compression.compress import CompressSettings, compress_model
 from howlinear.compression.plan import Budget
-from howlinear.compression.prices import Losses
+from howlinear.compression.prices import PRICED, Losses
 from howlinear.compression.targets import FORMATS
 from howlinear.export.install import install_maps
 from howlinear.export.stock import with_one_width
@@ -96,12 +96,12 @@ def test_prices_are_those_of_measured_swaps_as_long_as_errors_are_small(name):
         assert cost / 4 < price < 4 * cost
 
 
-def test_windows_are_priced_in_parts_of_equal_weight():
+def test_windows_are_priced_in_parts_and_weigh_the_same():
     """Parts of 12 windows: the same part twice costs what it costs once, and another one something else."""
     torch.manual_seed(0)
     model = tiny.model("llama").requires_grad_(False)
     variants = [(b, torch.nn.Linear(b.d_in, b.d_out)) for b in blocks(model)]
-    first, other = drawn(model, 24, 3).split(12)
+    first, other, few = drawn(model, 30, 3).split(12)
 
     def prices(*parts):
         return Losses(model, torch.cat(parts), REPORT, None, Work()).expected(variants)
@@ -111,6 +111,25 @@ def test_windows_are_priced_in_parts_of_equal_weight():
     assert twice == pytest.approx(once)
     assert both != pytest.approx(once)
     assert both == pytest.approx([(a + b) / 2 for a, b in zip(once, alone, strict=True)])
+    uneven = [(2 * a + b) / 3 for a, b in zip(once, prices(few), strict=True)]
+    assert prices(first, few) == pytest.approx(uneven)  # 12 windows and 6
+
+
+def test_of_many_windows_those_that_are_priced_are_spread(monkeypatch):
+    model, read = tiny.model("llama").requires_grad_(False), []
+    block = blocks(model)[0]
+    variants = [(block, torch.nn.Linear(block.d_in, block.d_out))]
+    ids = drawn(model, 129, 3)
+
+    def note(self, part, variants):
+        read.extend(part.tolist())
+        return [0.0 for _ in variants]
+
+    monkeypatch.setattr(Losses, "_expected_on", note)
+    Losses(model, ids, REPORT, None, Work()).expected(variants)
+    places = [ids.tolist().index(row) for row in read]
+    assert len(places) == PRICED
+    assert places == [i * 129 // PRICED for i in range(PRICED)]
 
 
 def test_a_share_of_parameters_goes(by_share):

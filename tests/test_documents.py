@@ -78,6 +78,12 @@ def test_mixed_windows_are_all_there_and_each_text_is_spread():
         assert half.count(1) == 3
 
 
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_every_second_window_is_not_of_one_text(every):
+    some = cutting.mixed([torch.zeros(300, 1), torch.ones(300, 1)])[::every]
+    assert 0.35 < float(some.mean()) < 0.65
+
+
 def test_held_out_windows_are_spread_over_the_whole_text(letters):
     text = Documents.joined([chr(97 + i) * 100 for i in range(20)])  # a to t
     sample = cutting.spread_windows(text, letters, 10, tokens=200)

@@ -294,6 +294,13 @@ def test_the_command_goes_on_where_it_was_and_refuses_other_settings(short_text,
     options = {"run": common[0], "out": None, "join": [], "tokens": 512, "threads": 1}
     field = command.Field(argparse.Namespace(**options, fit_tokens=1024))
     both = field.calibration, field.written[0]
+    read = []
+    field.methods["note"] = lambda calibration, _: (
+        read.append(calibration) or llama.Made(llama.clone(calibration.model))
+    )
+    field.measure("note", 0.1)
+    field.measure("note-generated", 0.1)
+    assert tuple(read) == both
     own, more = ({tuple(row) for row in calibration.ids.tolist()} for calibration in both)
     assert own < more
     assert len(more) == 2 * len(own) == 32  # windows: the model has written the others

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 from howlinear.models import generated
-from howlinear.models.generated import generated_windows
+from howlinear.models.generated import generated_windows, why_no_text
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_a_model_that_does_not_write_is_refused(writer):
         generated_windows(tiny.model("bert"), writer[1], 2, 8)
 
 
-def test_a_model_without_a_cache_writes_the_same(writer, monkeypatch):
+def test_a_model_without_a_cache_is_refused(writer, monkeypatch):
     model, tokenizer = writer
-    wanted = generated_windows(model, tokenizer, 2, 12)
+    assert why_no_text(model) == ""
     forward = type(model).forward
 
     def without(self, *args, **options):
@@ -74,7 +74,23 @@ def test_a_model_without_a_cache_writes_the_same(writer, monkeypatch):
         return out
 
     monkeypatch.setattr(type(model), "forward", without)
-    assert torch.equal(generated_windows(model, tokenizer, 2, 12), wanted)
+    with pytest.raises(ValueError, match="keeps no keys and values"):
+        generated_windows(model, tokenizer, 2, 12)
+
+
+def test_a_head_narrower_than_the_embedding_is_not_overrun(writer):
+    model, tokenizer = copy.deepcopy(writer)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:1500].clone())
+    assert int(generated_windows(model, tokenizer, 4, 12).max()) < 1500
+
+
+def test_no_token_that_stands_for_no_text_is_written(writer):
+    model, tokenizer = copy.deepcopy(writer)
+    gone = list(range(100, len(tokenizer)))
+    words = tokenizer.convert_ids_to_tokens(gone)
+    tokenizer.add_tokens([AddedToken(word, special=True) for word in words], special_tokens=False)
+    assert not set(gone) <= set(tokenizer.all_special_ids)
+    assert int(generated_windows(model, tokenizer, 4, 12, bos="never").max()) < 100
 
 
 def test_tokens_are_those_that_model_and_tokenizer_both_have(writer):

@@ -160,10 +160,14 @@ class RunSource:
     def heal_windows(self, others: Sequence[Any], steps: int, tokens: int) -> Any:
         """Windows of the run's text and of other texts for so many steps, each of so many tokens or one window.
 
-        Fewer where the texts are shorter; GENERATED has no more than for fitting.
+        Fewer where the texts are shorter; GENERATED has no more than for fitting, and the run's text has the rest.
         """
         windows = self.fit_windows().ids
-        share = steps * max(tokens, windows.shape[1]) // (2 if others else 1)
+        share = wanted = steps * max(tokens, windows.shape[1])
+        if others:
+            share = wanted // 2
+        if GENERATED in others:
+            share = max(share, wanted - windows.numel() // len(others))
         if share > windows.numel():
             windows = self.short_windows(windows.shape[1], share)
         return self.mixed_windows(others, windows)[0]

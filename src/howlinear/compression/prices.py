@@ -151,7 +151,8 @@ class Losses:
         ids = as_windows(self.choose).ids
         if ids is None or why_no_gradients(self.model, as_windows(ids), Course()):
             return [change.kl for change in self.alone("measuring options", variants)]
-        chosen = ids[:: max(1, len(ids) // PRICED)][:PRICED]
+        count = min(PRICED, len(ids))
+        chosen = ids[torch.arange(count) * len(ids) // count]
         advance = self.work.begin("pricing options", chosen.numel())
         costs = torch.zeros(len(variants), dtype=torch.float64)
         for part in chosen.split(WINDOWS):

@@ -103,10 +103,17 @@ def spread_windows(
 
 
 def mixed(parts: Sequence["torch.Tensor"]) -> "torch.Tensor":
-    """Windows of several texts, each text evenly spread over the result."""
+    """Windows of several texts, each text spread over the result.
+
+    Not in turn: every second window would then be of one text.
+    """
     import torch
 
-    places = [(torch.arange(len(part)) + 0.5) / len(part) for part in parts]
+    random = torch.Generator().manual_seed(0)
+    places = [
+        (torch.arange(len(part)) + torch.rand(len(part), generator=random)) / len(part)
+        for part in parts
+    ]
     return torch.cat(list(parts))[torch.cat(places).argsort(stable=True)]
 
 

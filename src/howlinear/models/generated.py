@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from howlinear.models.cutting import first_ids
 from howlinear.models.hooks import evaluating
 from howlinear.models.offload import device_of, is_offloaded
+from howlinear.run import room
 
 MOST = 64  # windows that are written at once
-CACHE = 2**32  # bytes that their keys and values may take, at most
+CACHE = 2**31  # bytes that their keys and values may take, at most
 
 
 def why_no_text(model: nn.Module) -> str:
@@ -28,7 +29,22 @@ def why_no_text(model: nn.Module) -> str:
     can = getattr(model, "can_generate", lambda: False)
     if not can() or model.config.is_encoder_decoder:  # type: ignore[union-attr]
         return f"{type(model).__name__} does not write text"
-    return "a model writes text with all weights in memory" if is_offloaded(model) else ""
+    if is_offloaded(model):
+        return "a model writes text with all weights in memory"
+    try:
+        out = _next(model, torch.zeros(1, 2, dtype=torch.long))
+    except Exception as problem:  # whatever a family raises that wants other inputs, too
+        return f"{type(model).__name__} does not write text from tokens alone ({type(problem).__name__})"
+    if getattr(out, "past_key_values", None) is None:  # masked language models, too
+        return f"{type(model).__name__} keeps no keys and values, so that it writes too slowly"
+    return ""
+
+
+@torch.no_grad()
+def _next(model: nn.Module, ids: Tensor, **options: Any) -> Any:
+    """The model's output for the tokens `ids` (n, tokens) that follow those it has seen."""
+    with evaluating(model):
+        return model(input_ids=ids.to(device_of(model)), use_cache=True, **options)
 
 
 def generated_windows(
@@ -49,11 +65,15 @@ def generated_windows(
         raise ValueError(f"{reason}: name another text with `also_fit`")
     random = torch.Generator().manual_seed(seed)
     size = min(len(tokenizer), model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    size = min(size, _next(model, torch.zeros(1, 1, dtype=torch.long)).logits.shape[-1])
     plain = torch.ones(size, dtype=torch.bool)
-    plain[[i for i in tokenizer.all_special_ids if i < size]] = False
+    plain[[i for i in special_ids(tokenizer) if i < size]] = False
     start = torch.tensor(first_ids(tokenizer, bos), dtype=torch.long)
     parts = []
-    batch = _windows_at_once(model, length)
+    batch, needed = _windows_at_once(model, length, count)
+    room.check_memory(
+        needed, "to write text, keys and values need", "name another text with `also_fit`, or none"
+    )
     for first in range(0, count, batch):
         n = min(batch, count - first)
         drawn = torch.multinomial(plain.float(), n, replacement=True, generator=random)
@@ -62,14 +82,25 @@ def generated_windows(
     return torch.cat(parts)
 
 
-def _windows_at_once(model: Any, length: int) -> int:
-    """As many as keys and values of full width leave memory for."""
+def special_ids(tokenizer: Any) -> set[int]:
+    """The tokens that stand for no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+
+
+def _windows_at_once(model: Any, length: int, count: int) -> tuple[int, int]:
+    """As many as CACHE has room for, and the bytes of their keys and values."""
     config = model.config.get_text_config()
-    size = 2 * config.num_hidden_layers * config.hidden_size * length * model.dtype.itemsize
-    return int(min(max(CACHE // size, 1), MOST))
+    heads = getattr(config, "num_attention_heads", 1)
+    shared = getattr(config, "num_key_value_heads", heads)
+    width = config.hidden_size
+    if isinstance(heads, int) and isinstance(shared, int):
+        width = shared * (getattr(config, "head_dim", None) or width // heads)
+    size = 2 * config.num_hidden_layers * width * length * model.dtype.itemsize
+    batch = int(min(max(CACHE // size, 1), MOST, count))
+    return batch, batch * size
 
 
-@torch.no_grad()
 def _continued(
     model: nn.Module,
     ids: Tensor,
@@ -79,21 +110,16 @@ def _continued(
     progress: Callable[[int], None],
 ) -> Tensor:
     """Windows that begin with `ids` (n, tokens); tokens that are not `plain` are not written."""
-    device, new = device_of(model), ids
-    options: dict[str, Any] = {}
+    new, options = ids, dict[str, Any]()
     progress(ids.numel())
-    with evaluating(model):
-        while ids.shape[1] < length:
-            out = model(input_ids=new.to(device), use_cache=True, **options)
-            logits = out.logits[:, -1, : len(plain)].float().cpu()
-            if not bool(logits.isfinite().all()):
-                raise ValueError("predictions are not finite: the model cannot write text")
-            logits[:, ~plain] = -torch.inf
-            new = torch.multinomial(logits.softmax(-1), 1, generator=random)
-            ids = torch.cat([ids, new], 1)
-            progress(len(ids))
-            if getattr(out, "past_key_values", None) is None:  # no cache: the whole window again
-                new = ids
-            else:
-                options = {"past_key_values": out.past_key_values}
+    while ids.shape[1] < length:
+        out = _next(model, new, **options)
+        logits = out.logits[:, -1, : len(plain)].float().cpu()
+        if not bool(logits.isfinite().all()):
+            raise ValueError("predictions are not finite: the model cannot write text")
+        logits[:, ~plain] = -torch.inf
+        new = torch.multinomial(logits.softmax(-1), 1, generator=random)
+        ids = torch.cat([ids, new], 1)
+        progress(len(ids))
+        options = {"past_key_values": out.past_key_values}
     return ids
