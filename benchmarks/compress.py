@@ -4,6 +4,7 @@
     python benchmarks/compress.py RUN --shares 3%,6%,9%     # fewer points
     python benchmarks/compress.py RUN --baselines           # and simpler methods
     python benchmarks/compress.py RUN --variants            # the maps of its compress.json, refitted in other ways
+    python benchmarks/compress.py RUN --also-fit none       # the run's text alone
 
 RUN is a run of the built-in model (`make demo` leaves one in runs/demo); `howlinear swap RUN` first
 lets the baselines rank blocks by measured swap costs. Two questions, answered on text that ours
@@ -26,7 +27,7 @@ import time
 from pathlib import Path
 
 from howlinear import builtin_text
-from howlinear.cli.sources import Loader, RunSource
+from howlinear.cli.sources import GENERATED, Loader, RunSource
 from howlinear.compression.compress import CompressSettings, Point, compress_model
 from howlinear.compression.plan import Budget
 from howlinear.compression.refitting import Refitter
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--shares", default="3%,6%,9%,15%,21%,30%")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--baselines", action="store_true", help="replace whole blocks, too")
+    parser.add_argument("--also-fit", default=GENERATED, help="a text, or none")
     parser.add_argument("--out", help="write the result's JSON here")
     parser.add_argument(
         "--variants", action="store_true", help="instead: the plan, refitted in other ways"
@@ -115,6 +117,7 @@ def main() -> None:
 
     source = RunSource(Path(options.run))  # the texts are those of `howlinear compress`
     model = source.load(Loader())
+    fit, _ = source.mixed_windows(source.other_texts([options.also_fit]))
     protocol = source.protocol()
     choose, report = (
         source.held_out(part, protocol, options.tokens)[0] for part in ("choose", "report")
@@ -123,7 +126,7 @@ def main() -> None:
         model,
         options.run,
         Budget(perplexity=options.budget),
-        fit=source.fit_windows().ids,
+        fit=fit,
         choose=choose,
         report=report,
         settings=CompressSettings(
