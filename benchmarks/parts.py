@@ -1,5 +1,6 @@
 """Where the time of a command goes: seconds of its parts.
 
+    python benchmarks/parts.py profile                          # of the built-in model, into a folder of its own
     python benchmarks/parts.py probe runs/demo --blocks 12-13
     python benchmarks/parts.py control matched runs/demo --blocks 12-13
     python benchmarks/parts.py control random-init runs/demo --blocks 12-13 --seeds 1
@@ -47,10 +48,12 @@ PARTS = {  # module: functions, or methods as Class.method
     "blocks on other inputs": {"controls.feeding": ["Output.__call__"]},
     "blocks on Gaussian inputs": {"controls.feeding": ["on_gaussian"]},
     "Gaussian maps": {"controls.gaussian": ["expected_map", "transport", "whitening"]},
+    "expected costs": {"profiling.gradients": ["sample_gradients"]},
+    "precision": {"linear.stores": ["BlockStore._decide"]},
     "sums": {"linear.moments": ["Moments.update"]},
     "solving": {
         "linear.scoring": ["cross_validate"],
-        "profiling.scores": ["measure_store"],
+        "profiling.profiler": ["_measure_all"],  # whose threads cannot be timed by themselves
         "linear.unit_selection": ["joint_map"],
     },
     "bilinear": {"probing.bilinear": ["probe_products"]},
@@ -143,8 +146,9 @@ def main() -> None:
     watch(parts)
     with tempfile.TemporaryDirectory() as place:
         sys.argv[1:] = [copied(argument, Path(place)) for argument in sys.argv[1:]]
-        if sys.argv[1] == "control" and "run" not in [Path(a).name for a in sys.argv]:
-            sys.argv += ["-o", f"{place}/control"]
+        named = "run" in [Path(a).name for a in sys.argv]
+        if sys.argv[1] == "profile" or (sys.argv[1] == "control" and not named):
+            sys.argv += ["-o", f"{place}/new"]
         parts.since = began = time.perf_counter()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             command()
