@@ -11,8 +11,8 @@ report on, and two texts of other domains (half as many tokens of each). Sizes a
 embedding that is tied counted once; a method that cannot hit a size is measured at the next larger one. Where a
 method has published variants, or its paper leaves a number open, the variant with the lowest loss on
 calibration text is kept (fitted on a quarter of it), and the table names it. Ours also reads 33 windows of the text
-for choosing, to price its options. METHOD-generated also reads as many tokens that the model writes itself, as with
-`howlinear compress --also-fit generated`; every method can be named so.
+for choosing, to price its options. METHOD-generated also reads as many tokens that the model writes itself;
+every method can be named so.
 
 Every result goes to --out as soon as it is there; the same command goes on with what is missing.
 Differences are paired with the original, in nats per token with standard errors. Prefill is the speed over that

@@ -272,7 +272,7 @@ def _compressed(
     cut, texts = source.protocol(), {}
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
-    _check_memory(source.net, source.blocks(), source.fit_windows().ids, len(others) > 0)
+    _check_memory(source.net, source.blocks(), source.fit_windows().ids)
     texts["fit"], read = source.mixed_windows(others)  # the model may write for minutes
     if steps := amount["settings"]["heal"]:
         amount["settings"]["heal_on"] = source.heal_windows(others, steps, healing.TOKENS)
@@ -311,8 +311,8 @@ def _check_disk(net: Any, out: Path | None) -> None:
     room.check_disk(needed, "the smaller model needs up to", out, "name another place with -o")
 
 
-def _check_memory(net: Any, at: list[Any], windows: Any, more: bool) -> None:
-    """Report the memory that fitting takes beside the model, and refuse too much. With `more`, other texts join."""
+def _check_memory(net: Any, at: list[Any], windows: Any) -> None:
+    """Report the memory that fitting takes beside the model, and refuse too much."""
     from howlinear.compression.refitting import memory
     from howlinear.models.units import hidden_count
     from howlinear.run.work import Work
@@ -320,8 +320,7 @@ def _check_memory(net: Any, at: list[Any], windows: Any, more: bool) -> None:
     batch = min(len(windows), Work().batch_size) * windows.shape[1]
     needed = memory(at, {b: hidden_count(net, b) for b in at}, batch)
     room.check_memory(needed, "fitting needs", "use a machine with more memory")
-    tokens = f"{windows.numel()} tokens{' and as many of other texts' if more else ''}"
-    say(f"{tokens} to fit on; about {size(needed)} of memory beside the model")
+    say(f"{windows.numel()} tokens to fit on; about {size(needed)} of memory beside the model")
 
 
 # -- tables

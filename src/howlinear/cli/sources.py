@@ -167,7 +167,7 @@ class RunSource:
         if others:
             share = wanted // 2
         if GENERATED in others:
-            share = max(share, wanted - windows.numel() // len(others))
+            share = max(share, wanted - windows[::2].numel() // len(others))
         if share > windows.numel():
             windows = self.short_windows(windows.shape[1], share)
         return self.mixed_windows(others, windows)[0]
@@ -177,12 +177,13 @@ class RunSource:
     ) -> tuple[Any, list[dict[str, Any]]]:
         """Windows of the run's text and of other texts, and how many tokens each has.
 
-        Those of the run's text are its fit windows unless given. The others together have as many tokens,
-        or all they have.
+        Those of the run's text are, unless given, its fit windows; beside others every second one. The others
+        together have as many tokens, or all they have.
         """
         from howlinear.models import cutting
 
-        windows = self.fit_windows().ids if windows is None else windows
+        if windows is None:
+            windows = self.fit_windows().ids[:: 2 if others else 1]
         parts, names, count = (
             [windows],
             [self.text.name],
