@@ -46,6 +46,39 @@ def test_tokens_are_samples_of_the_predictions(writer):
     assert mean > 4 * se
 
 
+def test_a_draw_follows_the_predictions_and_leaves_out_what_they_exclude():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    draws = generated._drawn(p.log().expand(20_000, -1), torch.Generator().manual_seed(0))
+    counts = draws.flatten().bincount(minlength=6)
+    assert counts[p == 0].sum() == 0
+    expected = 20_000 * p[p > 0]
+    chi2 = float(((counts[p > 0] - expected) ** 2 / expected).sum())
+    assert chi2 < 13.8  # 0.999 of chi-squared with 2 degrees of freedom
+    wrong = 20_000 * torch.tensor([0.48, 0.32, 0.2])  # negative control
+    assert float(((counts[p > 0] - wrong) ** 2 / wrong).sum()) > 13.8
+
+
+def test_predictions_that_are_not_finite_are_refused(writer):
+    model, tokenizer = copy.deepcopy(writer)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    with pytest.raises(ValueError, match="predictions are not finite"):
+        generated_windows(model, tokenizer, 2, 8)
+
+
+def test_a_cache_with_room_gives_the_same_text(writer, monkeypatch):
+    made, roomy = [], generated._roomy
+
+    def note(cache, length):
+        made.append([type(layer) for layer in roomy(cache, length).layers])
+        return cache
+
+    monkeypatch.setattr(generated, "_roomy", note)
+    with_room = generated_windows(*writer, 3, 24)
+    assert made == [[generated._Roomy] * writer[0].config.num_hidden_layers]
+    monkeypatch.setattr(generated, "_roomy", lambda cache, length: cache)
+    assert torch.equal(generated_windows(*writer, 3, 24), with_room)
+
+
 def test_windows_follow_from_the_seed_alone(writer):
     state, (model, tokenizer) = torch.get_rng_state(), copy.deepcopy(writer)
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from howlinear.models.cutting import first_ids
 from howlinear.models.hooks import evaluating
@@ -110,16 +111,57 @@ def _continued(
     progress: Callable[[int], None],
 ) -> Tensor:
     """Windows that begin with `ids` (n, tokens); tokens that are not `plain` are not written."""
-    new, options = ids, dict[str, Any]()
+    new, cache = ids, None
     progress(ids.numel())
     while ids.shape[1] < length:
-        out = _next(model, new, **options)
+        out = _next(model, new, **{} if cache is None else {"past_key_values": cache})
+        cache = _roomy(out.past_key_values, length) if cache is None else out.past_key_values
         logits = out.logits[:, -1, : len(plain)].float().cpu()
-        if not bool(logits.isfinite().all()):
-            raise ValueError("predictions are not finite: the model cannot write text")
         logits[:, ~plain] = -torch.inf
-        new = torch.multinomial(logits.softmax(-1), 1, generator=random)
+        new = _drawn(logits, random)
         ids = torch.cat([ids, new], 1)
         progress(len(ids))
-        options = {"past_key_values": out.past_key_values}
     return ids
+
+
+def _drawn(logits: Tensor, random: torch.Generator) -> Tensor:
+    """One token a row (n, 1) from the predictions, by one random number.
+
+    `torch.multinomial` draws one for each token of the vocabulary, in one thread.
+    """
+    cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    total = cumulated[:, -1:]
+    if not bool((total > 0).all()):  # NaN
+        raise ValueError("predictions are not finite: the model cannot write text")
+    level = torch.rand(len(logits), 1, dtype=torch.float64, generator=random) * total
+    below = total.nextafter(torch.zeros_like(total))  # the product may have been rounded up
+    level = level.minimum(below)
+    return torch.searchsorted(cumulated, level, right=True)
+
+
+def _roomy(cache: Any, length: int) -> Any:
+    """The cache with room for `length` tokens where it would be copied at each token."""
+    for i, layer in enumerate(getattr(cache, "layers", ())):
+        if type(layer) is DynamicLayer and layer.keys is not None:
+            cache.layers[i] = _Roomy(layer.keys, layer.values, length)
+    return cache
+
+
+class _Roomy(DynamicLayer):
+    """Keys and values that begin with these; new ones are written behind them."""
+
+    _layer_type = None  # transformers registers subclasses that have one
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.room = [s.new_empty(*s.shape[:-2], length, s.shape[-1]) for s in (keys, values)]
+        self.update(keys, values)
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        begin = self.get_seq_length()
+        end = begin + keys.shape[-2]
+        for kept, new in zip(self.room, (keys, values), strict=True):
+            kept[..., begin:end, :] = new
+        self.keys, self.values = (kept[..., :end, :] for kept in self.room)
+        return self.keys, self.values
