@@ -119,7 +119,7 @@ def test_a_budget_is_met_with_weights_on_disk(squeezed, tmp_path, reloaded_here)
     assert "all weights in memory: maps are fitted on the run's text alone" in done.stderr
 
 
-def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):
+def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, here, copied, tmp_path):
     squeezed("--dry-run", "--blocks", "0,2", "--keep-units", 2)
     plan = json.loads((copied / "plan.json").read_text())
     assert [(b["index"], b["rank"], b["units"]) for b in plan["blocks"]] == [
@@ -132,6 +132,12 @@ def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, copied, tmp_path):
     done = squeezed("--dry-run", "--plan", mine, "--json")
     (replaced,) = [b for b in json.loads(done.stdout)["blocks"] if b["replaced"]]
     assert (replaced["index"], replaced["rank"], len(replaced["units"])) == (2, 3, 8)
+    plan["blocks"][0]["path"] = "model.layers.9.mlp"
+    mine.write_text(json.dumps(plan))
+    done = here("compress", copied, "--dry-run", "--plan", mine)
+    assert done.returncode == 2
+    assert "(model.layers.9.mlp) is not in the run" in done.stderr
+    assert "loading" not in done.stderr
 
 
 def test_baselines_are_in_the_table(squeezed):

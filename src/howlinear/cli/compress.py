@@ -114,6 +114,7 @@ def compress(
     amount = _amount(max_ppl_increase, remove_params, blocks, plan, goals)
     settings = _settings(rank, keep_units, curve, export)
     source.check_blocks(blocks, every=export == "stock")
+    source.check_plan(amount["plan"] or ())
     others = source.other_texts([GENERATED] if also_fit is None else also_fit)
     source.folder.check_addable("plan", "compress")
     exported = _checked_out(out, dry_run)

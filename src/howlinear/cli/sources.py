@@ -128,6 +128,12 @@ class RunSource:
         if len(indices_of(at, paths)) < len(paths) and every:
             raise ValueError(f"a stock model has one width: replace all {len(paths)} blocks")
 
+    def check_plan(self, plan: Sequence[Any]) -> None:
+        """Refuse a plan of another run, before the model is loaded."""
+        from howlinear.compression.plan import check_blocks
+
+        check_blocks(plan, self._paths())
+
     def indices(self, text: str | None, argument: str) -> tuple[int, ...]:
         """Blocks that an argument names by indices, such as 3,5,9-12; refused if the run has others."""
         from howlinear.models.naming import depth_indices

@@ -168,3 +168,10 @@ def from_dict(data: Mapping[str, Any]) -> list[BlockPlan]:
         twice = next(i for i in indices if indices.count(i) > 1)
         raise ValueError(f"the plan names block {twice} twice")
     return chosen
+
+
+def check_blocks(plan: Iterable[BlockPlan], paths: Mapping[int, str]) -> None:
+    """Refuse a plan with blocks that a run, whose blocks have these paths, has not measured."""
+    for p in plan:
+        if paths.get(p.index) != p.path:
+            raise ValueError(f"the plan's block {p.index} ({p.path}) is not in the run")
