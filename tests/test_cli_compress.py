@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from howlinear import blocks, load
 from howlinear.cli.sources import GENERATED, Loader, RunSource
 from howlinear.export.write import FROM_DISK
+from howlinear.run.tensors import write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,35 @@ def test_other_texts_are_fitted_on_and_reported_on(squeezed, here, copied, tmp_p
         assert done.returncode == 2
         assert why in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_written_text_is_kept_for_the_next_call(squeezed, copied):
+    flags, kept = ("--dry-run", "--blocks", "0", "--json"), copied / "written.safetensors"
+    kept.unlink(missing_ok=True)
+    first = squeezed(*flags)
+    assert "wrote before" not in first.stderr
+    ids = load_file(kept)["ids"]
+    again = squeezed(*flags)
+    assert "wrote before" in again.stderr
+    assert json.loads(again.stdout)["change"] == json.loads(first.stdout)["change"]
+    with safe_open(kept, "pt") as file:
+        about = dict(file.metadata())
+    about.pop("crc32")
+    write_tensors(kept, {"ids": ids.flip(1)}, **about)  # it is read: other text, another map
+    other = json.loads(squeezed(*flags).stdout)
+    assert other["change"] != json.loads(first.stdout)["change"]
+    for tensors, change in (
+        ({"ids": ids.flip(1)}, {"weights": "of another model"}),
+        ({"ids": ids.flip(1)}, {"windows": "3 of 4 tokens, bos auto"}),
+        ({"ids": ids[1:]}, {}),
+        ({"text": ids}, {}),
+    ):
+        write_tensors(kept, tensors, **about | change)
+        assert "wrote before" not in squeezed(*flags).stderr
+        assert torch.equal(load_file(kept)["ids"], ids)  # written again
+    kept.write_bytes(b"damaged")
+    squeezed(*flags)
+    assert torch.equal(load_file(kept)["ids"], ids)
 
 
 def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_path, reloaded_here):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -204,18 +205,37 @@ class RunSource:
     def _other_windows(self, text: Any, count: int, length: int) -> Any:
         """Windows of another text, or written by the model: those are written once, and read again."""
         from howlinear.models import cutting
-        from howlinear.models.generated import generated_windows
 
         if text != GENERATED:
             cut = {"tokens": count * length, "bos": self.bos}
             return cutting.spread_windows(text.fit, self.tokenizer, length, **cut)["input_ids"]
         if self.generated is None:
-            with progress_bars() as begin:
-                advance = begin("the model writes text", count * length)
-                self.generated = generated_windows(
-                    self.net, self.tokenizer, count, length, bos=self.bos, progress=advance
-                )
+            self.generated = self._written(count, length)
         return self.generated[:count]
+
+    def _written(self, count: int, length: int) -> Any:
+        """Windows that the model writes. The run keeps them for later commands."""
+        from howlinear.models.generated import generated_windows
+        from howlinear.run.tensors import read_tensors, write_tensors
+
+        about = {
+            "kind": "written",
+            "weights": str(self.profile["model"]["weights"]),
+            "windows": f"{count} of {length} tokens, bos {self.bos}",
+            "howlinear": str(made_by()["versions"]["howlinear"]),
+        }
+        with suppress(ValueError):  # there is none, or it holds other windows
+            kept = read_tensors(self.folder.written, **about).get("ids")
+            if kept is not None and not kept.is_floating_point() and kept.shape == (count, length):
+                say(f"reading the text that the model wrote before: {self.folder.written}")
+                return kept.long()
+        with progress_bars() as begin:
+            advance = begin("the model writes text", count * length)
+            cut = {"bos": self.bos, "progress": advance}
+            ids = generated_windows(self.net, self.tokenizer, count, length, **cut)
+        with suppress(OSError):  # a full disk keeps nothing
+            write_tensors(self.folder.written, {"ids": ids}, **about)
+        return ids
 
     def short_windows(self, length: int, tokens: int) -> Any:
         """Windows of this length from the text that the run was fitted on."""

@@ -14,7 +14,7 @@ A file is called after its kind: swap.json is of kind "swap". It holds the resul
 settings; results of other settings are whole documents in its list `earlier`, newest first.
 `moments/` and `maps/` hold one file of tensors for each block (`run.tensors`); progress.json and
 `partial/` are what a profile that was interrupted resumes from (`run.saving`), `healing/` what the
-healing of maps goes on from (`run.training`). Each command writes
+healing of maps goes on from (`run.training`), written.safetensors is text that the model wrote. Each command writes
 its own file and no other's: what is known of a block is combined when it is read (`costs_in_words`). No
 torch here.
 """
@@ -133,6 +133,11 @@ class RunFolder:
     def healing(self) -> Path:
         """The state of maps under training, while `howlinear compress --heal` runs."""
         return self.folder / "healing"
+
+    @property
+    def written(self) -> Path:
+        """Text that the model wrote to fit on: a later `howlinear compress` reads it again."""
+        return self.folder / "written.safetensors"
 
     @property
     def monitor(self) -> Path:
@@ -274,6 +279,7 @@ class RunFolder:
                 path.unlink()
         for name in ("moments", "maps", "healing"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
+        self.written.unlink(missing_ok=True)
 
     def remove_progress(self) -> None:
         """Remove everything that an interrupted profile would resume from."""
