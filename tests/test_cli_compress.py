@@ -34,6 +34,9 @@ def test_a_smaller_model_is_written_loads_and_says_how_it_was_made(squeezed, cop
     out = tmp_path / "small"
     done = squeezed("-o", out, "--remove-params", "30%")
     assert "blocks replaced" in done.stdout
+    assert "by the speed of one matrix product" in done.stderr  # how long it takes, before and while it runs
+    assert "fitting options, about " in done.stderr
+    assert " to the end: " in done.stderr
     assert "tokens that nothing was fitted to or chosen by" in " ".join(done.stdout.split())
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if str(out) not in line)
     names = {p.name for p in out.iterdir()}

@@ -266,39 +266,82 @@ def _compressed(
 ) -> tuple[Any, Any]:
     """The compression, and the windows that it is reported on."""
     from howlinear.compression import healing
-    from howlinear.compression.compress import CompressSettings, change_on, compress_model
-    from howlinear.losses.protocols import held_out_tokens
+    from howlinear.compression.compress import CompressSettings, compress_model
     from howlinear.run.work import Work
 
     cut, texts = source.protocol(), {}
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
-    _check_memory(source.net, source.blocks(), source.fit_windows().ids)
+    windows, more = source.fit_windows().ids, _reported_on(source, others, tokens)
+    _check_memory(source.net, source.blocks(), windows)
+    course = _course(source, windows, tokens, amount, written=GENERATED in others)
+    say(f"{duration(course.left)}, by the speed of one matrix product")
     texts["fit"], read = source.mixed_windows(others)  # the model may write for minutes
     if steps := amount["settings"]["heal"]:
         amount["settings"]["heal_on"] = source.heal_windows(others, steps, healing.TOKENS)
     amount["settings"] = CompressSettings(protocol=cut, **amount["settings"])
-    more = [
-        None
-        if text == GENERATED
-        else held_out_tokens(text.report(), source.tokenizer, cut, tokens, source.bos)[0]
-        for text in others
-    ]
     with progress_bars() as begin:
-        work, folder = Work(ranks, progress=begin), source.folder.folder
+        work, folder = Work(ranks, progress=course.telling(begin)), source.folder.folder
         result = compress_model(source.net, folder, **texts, **amount, work=work)
-        rest = (
-            None if ids is None else change_on(source.net, result.maps, ids, cut, work)
-            for ids in more
-        )
-        changes = [result.change, *rest]
-    if others:
-        result.texts.extend(
-            text | {"change": None if change is None else change.to_dict()}
-            for text, change in zip(read, changes, strict=True)
-        )
+        if others:
+            result.texts.extend(_costs_on(source, result, read, more, work))
     result.about.update(source.about(*PARTS))
     return result, texts["report"]
+
+
+def _reported_on(source: RunSource, others: list[Any], tokens: int) -> list[Any]:
+    """Windows of each other text to report on; None for the model's own text."""
+    from howlinear.losses.protocols import held_out_tokens
+
+    cut = (source.tokenizer, source.protocol(), tokens, source.bos)
+    return [
+        None if text == GENERATED else held_out_tokens(text.report(), *cut)[0] for text in others
+    ]
+
+
+def _costs_on(
+    source: RunSource, result: Any, read: list[Any], more: list[Any], work: Any
+) -> Iterator[dict[str, Any]]:
+    """What was read of each text, the run's first, and what the maps cost there."""
+    from howlinear.compression.compress import change_on
+
+    model = (source.net, result.maps)
+    rest = (
+        None if ids is None else change_on(*model, ids, source.protocol(), work) for ids in more
+    )
+    for text, change in zip(read, [result.change, *rest], strict=True):
+        yield text | {"change": None if change is None else change.to_dict()}
+
+
+def _course(
+    source: RunSource, windows: Any, held_out: int, amount: dict[str, Any], written: bool
+) -> Any:
+    """The steps of the compression, and how long they take."""
+    from howlinear.compression.healing import TOKENS
+    from howlinear.compression.needs import Course, steps_of
+    from howlinear.compression.search import USUAL
+    from howlinear.models.units import hidden_count
+    from howlinear.profiling.needs import seconds_each
+
+    net, searched = source.net, amount["plan"] is None and amount["at"] is None
+    at = source.blocks(amount["at"])
+    if amount["plan"] is not None:
+        planned = {p.index for p in amount["plan"]}
+        at = [b for b in at if b.index in planned]
+    fits: tuple[float, ...] = USUAL if searched and amount["budget"].parameters is None else (1.0,)
+    fits += (1.0,) * len(amount["settings"]["curve"] if searched else ())
+    steps = steps_of(
+        net,
+        {b: hidden_count(net, b) for b in at},
+        tokens=windows.numel(),
+        length=windows.shape[1],
+        held_out=held_out,
+        fits=fits,
+        searched=searched,
+        written=windows.numel() // 2 if written and source.generated is None else 0,
+        healed=amount["settings"]["heal"] * TOKENS,
+    )
+    return Course(steps, seconds_each(net))
 
 
 def _check_disk(net: Any, out: Path | None) -> None:

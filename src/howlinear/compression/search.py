@@ -16,6 +16,7 @@ from howlinear.models.families import Block
 TOGETHER = 0.5  # maps that are fitted together cost about so much of the sum of their prices
 HALF = 0.8  # what maps fitted on all windows cost, of what those fitted on half of them cost
 ROUNDS = 4  # fits of all windows in search of the budget
+USUAL = (0.5, 1.0, 1.0)  # shares of the windows that the fits of a usual search read
 AIM, CLOSE = 0.95, 0.8  # of the budget: what the search aims at, and where it ends
 
 

@@ -79,14 +79,19 @@ class Needs:
         return {"kind": "cost", **totals, **self.__dict__}
 
     def seconds(self, model: nn.Module) -> float:
-        """About: from the time of one matrix product where the model runs, in its dtype."""
-        a, b = (like(model).new_ones(n, 1024) for n in (256, 1024))
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            float((a @ b.T)[0, 0])  # waits for the device
-            times.append(time.perf_counter() - began)
-        return self.multiply_adds * min(times) / (a.numel() * len(b))
+        """About, by the speed of one matrix product."""
+        return self.multiply_adds * seconds_each(model)
+
+
+def seconds_each(model: nn.Module) -> float:
+    """Of one multiply-add: from the time of a matrix product where the model runs, in its dtype."""
+    a, b = (like(model).new_ones(n, 1024) for n in (256, 1024))
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        float((a @ b.T)[0, 0])  # waits for the device
+        times.append(time.perf_counter() - began)
+    return min(times) / (a.numel() * len(b))
 
 
 def profile_needs(
@@ -124,7 +129,7 @@ def profile_needs(
         saves=2 * max(disk for _, disk in sums),
         passes=passes,
         walks=1 + max(where[b] for b in at) if layerwise else passes,
-        forward=passes * _forward(model, tokens, length),
+        forward=passes * forward_work(model, tokens, length),
         sums=tokens * sum(_row(b) for b in at),
         solving=sum(_solving(b, folds) for b in at),
     )
@@ -197,7 +202,7 @@ def _inner_width(model: nn.Module, width: int) -> int:
     return max([width, *(shape[1] for shape in shapes if shape)])
 
 
-def _forward(model: nn.Module, tokens: int, length: int) -> int:
+def forward_work(model: nn.Module, tokens: int, length: int) -> int:
     """Every weight of the backbone's matrices once a token, and attention over a window."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
