@@ -121,6 +121,7 @@ def compress(
     ranks = Ranks.start()
     loader = Loader(device, trust_remote_code, allow_pickle)
     with _loaded(source, loader, layerwise, device_map) as net:
+        source.check_plan_units(amount["plan"] or ())
         if also_fit is None and (reason := why_no_text(net)):
             say(f"{reason}: maps are fitted on the run's text alone")
             others = []
@@ -272,64 +273,65 @@ def _compressed(
     cut, texts = source.protocol(), {}
     for part in ("choose", "report"):
         texts[part], _ = source.held_out(part, cut, tokens)
-    windows, more = source.fit_windows().ids, _reported_on(source, others, tokens)
+    windows, more = source.fit_windows().ids, _reported_on(source, others, cut, tokens)
     _check_memory(source.net, source.blocks(), windows)
-    course = _course(source, windows, tokens, amount, written=GENERATED in others)
-    say(f"{duration(course.left)}, by the speed of one matrix product")
-    texts["fit"], read = source.mixed_windows(others)  # the model may write for minutes
+    left = _time_left(source, others, tokens, amount, ranks.count)
+    say(f"compressing takes {duration(left.seconds)}, by the speed of one matrix product")
+    follow = partial(left.following, say=say)
+    texts["fit"], read = source.mixed_windows(
+        others, follow=follow
+    )  # the model may write for minutes
     if steps := amount["settings"]["heal"]:
         amount["settings"]["heal_on"] = source.heal_windows(others, steps, healing.TOKENS)
     amount["settings"] = CompressSettings(protocol=cut, **amount["settings"])
     with progress_bars() as begin:
-        work, folder = Work(ranks, progress=course.telling(begin)), source.folder.folder
+        work, folder = Work(ranks, progress=follow(begin)), source.folder.folder
         result = compress_model(source.net, folder, **texts, **amount, work=work)
         if others:
-            result.texts.extend(_costs_on(source, result, read, more, work))
+            result.texts.extend(_costs_on(source.net, result, read, more, cut, work))
     result.about.update(source.about(*PARTS))
     return result, texts["report"]
 
 
-def _reported_on(source: RunSource, others: list[Any], tokens: int) -> list[Any]:
+def _reported_on(source: RunSource, others: list[Any], cut: Any, tokens: int) -> list[Any]:
     """Windows of each other text to report on; None for the model's own text."""
     from howlinear.losses.protocols import held_out_tokens
 
-    cut = (source.tokenizer, source.protocol(), tokens, source.bos)
+    how = (source.tokenizer, cut, tokens, source.bos)
     return [
-        None if text == GENERATED else held_out_tokens(text.report(), *cut)[0] for text in others
+        None if text == GENERATED else held_out_tokens(text.report(), *how)[0] for text in others
     ]
 
 
 def _costs_on(
-    source: RunSource, result: Any, read: list[Any], more: list[Any], work: Any
+    net: Any, result: Any, read: list[Any], more: list[Any], cut: Any, work: Any
 ) -> Iterator[dict[str, Any]]:
     """What was read of each text, the run's first, and what the maps cost there."""
     from howlinear.compression.compress import change_on
 
-    model = (source.net, result.maps)
-    rest = (
-        None if ids is None else change_on(*model, ids, source.protocol(), work) for ids in more
-    )
+    rest = (None if ids is None else change_on(net, result.maps, ids, cut, work) for ids in more)
     for text, change in zip(read, [result.change, *rest], strict=True):
         yield text | {"change": None if change is None else change.to_dict()}
 
 
-def _course(
-    source: RunSource, windows: Any, held_out: int, amount: dict[str, Any], written: bool
+def _time_left(
+    source: RunSource, others: list[Any], held_out: int, amount: dict[str, Any], ranks: int
 ) -> Any:
-    """The steps of the compression, and how long they take."""
+    """How long the compression takes, by its steps."""
     from howlinear.compression.healing import TOKENS
-    from howlinear.compression.needs import Course, steps_of
+    from howlinear.compression.needs import TimeLeft, prediction_work, steps_of
     from howlinear.compression.search import USUAL
+    from howlinear.models.offload import is_offloaded
     from howlinear.models.units import hidden_count
     from howlinear.profiling.needs import seconds_each
 
-    net, searched = source.net, amount["plan"] is None and amount["at"] is None
-    at = source.blocks(amount["at"])
-    if amount["plan"] is not None:
-        planned = {p.index for p in amount["plan"]}
-        at = [b for b in at if b.index in planned]
-    fits: tuple[float, ...] = USUAL if searched and amount["budget"].parameters is None else (1.0,)
-    fits += (1.0,) * len(amount["settings"]["curve"] if searched else ())
+    net, windows, settings = source.net, source.fit_windows().ids, amount["settings"]
+    planned = {p.index: p.units for p in amount["plan"] or ()}
+    searched = not planned and amount["at"] is None
+    at = [b for b in source.blocks(amount["at"]) if not planned or b.index in planned]
+    fits: tuple[float, ...] = (1.0,)
+    if searched and amount["budget"].parameters is None:
+        fits = USUAL
     steps = steps_of(
         net,
         {b: hidden_count(net, b) for b in at},
@@ -337,11 +339,15 @@ def _course(
         length=windows.shape[1],
         held_out=held_out,
         fits=fits,
-        searched=searched,
-        written=windows.numel() // 2 if written and source.generated is None else 0,
-        healed=amount["settings"]["heal"] * TOKENS,
+        surveyed=searched or any(planned.values()) or settings["units"] not in ("auto", 0),
+        priced="" if not searched else "swaps" if is_offloaded(net) else "gradients",
+        sizes=1 + len(settings["curve"] if searched else ()),
+        ranks=ranks,
     )
-    return Course(steps, seconds_each(net))
+    each = prediction_work(net, windows.shape[1])
+    writing = [("the model writes text", float(each * source.to_write(others)))]
+    healing = [("healing", 4.0 * each * settings["heal"] * TOKENS)]
+    return TimeLeft(writing + steps + healing, seconds_each(net))
 
 
 def _check_disk(net: Any, out: Path | None) -> None:

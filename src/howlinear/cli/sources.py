@@ -9,16 +9,17 @@ ids, n_bytes = source.held_out("report", source.protocol(), 4096)
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from howlinear.cli.output import made_by, progress_bars, say
+from howlinear.cli.output import Progress, made_by, progress_bars, say
 from howlinear.run.folder import RunFolder
 
 PARTS = ("fit", "choose", "report")
+Follow = Callable[[Progress], Progress]  # a function that sees progress and passes it on
 GENERATED = "generated"  # in place of a text: what the model writes itself
 NONE = "none"  # no text beside the run's
 
@@ -40,6 +41,15 @@ class Loader:
             options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         say(f"loading {label or model or 'the built-in model'}")
         return loading.load(model, **options)
+
+
+def _unchanged(progress: Progress) -> Progress:
+    return progress
+
+
+def _each(windows: Any, others: Sequence[Any]) -> int:
+    """Windows of each other text, beside these of the run's."""
+    return max(1, len(windows) // (len(others) or 1))
 
 
 class RunSource:
@@ -130,10 +140,18 @@ class RunSource:
             raise ValueError(f"a stock model has one width: replace all {len(paths)} blocks")
 
     def check_plan(self, plan: Sequence[Any]) -> None:
-        """Refuse a plan of another run, before the model is loaded."""
+        """Refuse a plan with blocks that the run has not measured, before the model is loaded."""
         from howlinear.compression.plan import check_blocks
 
         check_blocks(plan, self._paths())
+
+    def check_plan_units(self, plan: Sequence[Any]) -> None:
+        """Refuse a plan that keeps more hidden units than a block has."""
+        from howlinear.compression.plan import check_units
+        from howlinear.models.units import hidden_count
+
+        if plan:
+            check_units(plan, {b.index: hidden_count(self.net, b) for b in self.blocks()})
 
     def indices(self, text: str | None, argument: str) -> tuple[int, ...]:
         """Blocks that an argument names by indices, such as 3,5,9-12; refused if the run has others."""
@@ -180,62 +198,89 @@ class RunSource:
         return self.mixed_windows(others, windows)[0]
 
     def mixed_windows(
-        self, others: Sequence[Any], windows: Any = None
+        self, others: Sequence[Any], windows: Any = None, follow: Follow = _unchanged
     ) -> tuple[Any, list[dict[str, Any]]]:
         """Windows of the run's text and of other texts, and how many tokens each has.
 
         Those of the run's text are, unless given, its fit windows; beside others every second one. The others
-        together have as many tokens, or all they have.
+        together have as many tokens, or all they have. `follow` sees the progress of writing.
         """
         from howlinear.models import cutting
 
         if windows is None:
-            windows = self.fit_windows().ids[:: 2 if others else 1]
-        parts, names, count = (
-            [windows],
-            [self.text.name],
-            max(1, len(windows) // (len(others) or 1)),
-        )
+            windows = self._own_windows(others)
+        parts, names = [windows], [self.text.name]
         for text in others:
             names.append(getattr(text, "name", text))
-            parts.append(self._other_windows(text, count, windows.shape[1]))
+            cut = (_each(windows, others), windows.shape[1])
+            parts.append(
+                self._written(*cut, follow)
+                if text == GENERATED
+                else cutting.spread_windows(
+                    text.fit, self.tokenizer, cut[1], tokens=cut[0] * cut[1], bos=self.bos
+                )["input_ids"]
+            )
         read = [{"name": n, "tokens": p.numel()} for n, p in zip(names, parts, strict=True)]
         return cutting.mixed(parts), read
 
-    def _other_windows(self, text: Any, count: int, length: int) -> Any:
-        """Windows of another text, or written by the model: those are written once, and read again."""
-        from howlinear.models import cutting
+    def _own_windows(self, others: Sequence[Any]) -> Any:
+        """The windows of the run's text that are fitted on beside other texts."""
+        return self.fit_windows().ids[:: 2 if others else 1]
 
-        if text != GENERATED:
-            cut = {"tokens": count * length, "bos": self.bos}
-            return cutting.spread_windows(text.fit, self.tokenizer, length, **cut)["input_ids"]
-        if self.generated is None:
-            self.generated = self._written(count, length)
-        return self.generated[:count]
+    def to_write(self, others: Sequence[Any]) -> int:
+        """Tokens that the model has to write before `mixed_windows` has them all."""
+        windows = self._own_windows(others)
+        count, length = _each(windows, others), windows.shape[1]
+        if GENERATED not in others or self._kept_text(count, length) is not None:
+            return 0
+        return int(count * length)
 
-    def _written(self, count: int, length: int) -> Any:
-        """Windows that the model writes. The run keeps them for later commands."""
-        from howlinear.models.generated import generated_windows
-        from howlinear.run.tensors import read_tensors, write_tensors
+    def _written(self, count: int, length: int, follow: Follow) -> Any:
+        """Windows that the model writes once; the run keeps them for later commands."""
+        from howlinear.models.generated import generated_windows, why_no_text
+        from howlinear.run.tensors import write_tensors
 
-        about = {
-            "kind": "written",
-            "weights": str(self.profile["model"]["weights"]),
-            "windows": f"{count} of {length} tokens, bos {self.bos}",
-            "howlinear": str(made_by()["versions"]["howlinear"]),
-        }
-        with suppress(ValueError):  # there is none, or it holds other windows
-            kept = read_tensors(self.folder.written, **about).get("ids")
-            if kept is not None and not kept.is_floating_point() and kept.shape == (count, length):
-                say(f"reading the text that the model wrote before: {self.folder.written}")
-                return kept.long()
+        if self.generated is not None:
+            return self.generated[:count]
+        self.generated = None if why_no_text(self.net) else self._kept_text(count, length)
+        if self.generated is not None:
+            say(f"reading the text that the model wrote before: {self.folder.written}")
+            return self.generated
         with progress_bars() as begin:
-            advance = begin("the model writes text", count * length)
+            advance = follow(begin)("the model writes text", count * length)
             cut = {"bos": self.bos, "progress": advance}
-            ids = generated_windows(self.net, self.tokenizer, count, length, **cut)
+            self.generated = generated_windows(self.net, self.tokenizer, count, length, **cut)
         with suppress(OSError):  # a full disk keeps nothing
-            write_tensors(self.folder.written, {"ids": ids}, **about)
-        return ids
+            about = self._about_text(count, length)
+            write_tensors(self.folder.written, {"ids": self.generated}, **about)
+        return self.generated
+
+    def _kept_text(self, count: int, length: int) -> Any:
+        """Windows that an earlier command wrote; None where the run has none like these."""
+        import torch
+
+        from howlinear.run.tensors import read_tensors
+
+        with suppress(ValueError, KeyError):
+            ids = read_tensors(self.folder.written, **self._about_text(count, length))["ids"]
+            known = self.net.get_input_embeddings().num_embeddings
+            if ids.dtype == torch.int64 and ids.shape == (count, length):
+                return ids if bool(((ids >= 0) & (ids < known)).all()) else None
+        return None
+
+    def _about_text(self, count: int, length: int) -> dict[str, str]:
+        """What the text that the model writes depends on."""
+        from howlinear.models.cutting import first_ids
+        from howlinear.models.generated import VERSION, special_ids
+
+        tokenizer, special = self.tokenizer, special_ids(self.tokenizer)
+        return {
+            "kind": "written",
+            "version": VERSION,
+            "weights": str(self.profile["model"]["weights"]),
+            "windows": f"{count} of {length} tokens, first {first_ids(tokenizer, self.bos)}",
+            "vocabulary": f"{len(tokenizer)}, special {sorted(special)}",
+        }
 
     def short_windows(self, length: int, tokens: int) -> Any:
         """Windows of this length from the text that the run was fitted on."""

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from howlinear.compression.baselines import baselines
 from howlinear.compression.healing import Healed, Recipe, check_healable, heal
-from howlinear.compression.plan import Budget, Option, Step, check_blocks, descent, even_descent
+from howlinear.compression.plan import (
+    Budget,
+    Option,
+    Step,
+    check_blocks,
+    check_units,
+    descent,
+    even_descent,
+)
 from howlinear.compression.plan import to_dict as plan_file
 from howlinear.compression.prices import Losses, Sizes, price_options, shape_of, shapes_of_named
 from howlinear.compression.refitting import Refitter, Shape
@@ -282,13 +290,8 @@ def _choose(
 def _shapes_of_plan(plan: Sequence[BlockPlan], sizes: Sizes) -> dict[Block, Shape]:
     by_index = {b.index: b for b in sizes.parameters}
     check_blocks(plan, {i: b.path for i, b in by_index.items()})
-    shapes = {}
-    for p in plan:
-        block = by_index[p.index]
-        if p.units > (m := sizes.hidden[block]):
-            raise ValueError(f"the plan keeps {p.units} units of block {p.index}, which has {m}")
-        shapes[block] = (p.rank, p.units)
-    return shapes
+    check_units(plan, {i: sizes.hidden[b] for i, b in by_index.items()})
+    return {by_index[p.index]: (p.rank, p.units) for p in plan}
 
 
 def _ours(search: Search, best: Trial, path: list[Step], curve: Sequence[float]) -> list[Point]:

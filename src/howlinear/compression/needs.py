@@ -1,23 +1,24 @@
 """How long a compression takes: before it starts from shapes, then from the steps that are done.
 
-    steps = steps_of(model, at, tokens=29_696, length=512, fits=(0.5, 1), searched=True)
-    course = Course(steps, seconds_each(model))
-    course.left                                         # seconds, by the speed of one matrix product
-    Work(progress=course.telling(bars))                 # labels end with the time to the end
+    steps = steps_of(model, hidden, tokens=29_696, length=512, held_out=4096, fits=(0.5, 1))
+    left = TimeLeft(steps, seconds_each(model))
+    left.seconds                                        # by the speed of one matrix product
+    Work(progress=left.following(progress, say))        # says so when it is far from what was said
 
 Multiply-adds are counted as in `profiling.needs`: those of the model, of products of rows, and of
-choosing hidden units. Solving and exporting are left out.
+choosing hidden units. Left out are solving, exporting, baselines, costs on other texts, and fits of a
+search that takes more of them than usual.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from howlinear.compression.prices import PRICED
+from howlinear.compression.prices import OPTION_TOKENS, PRICED
 from howlinear.compression.refitting import SURVEYED
 from howlinear.linear.gradients import LENGTH
 from howlinear.models.families import Block
@@ -26,83 +27,99 @@ from howlinear.records.words import duration
 from howlinear.run.work import Advance, Progress
 
 KEPT = 0.75  # hidden units of a block that a map keeps, about
+PRICES = 3  # options of a block that are priced, at most
 Labelled = list[tuple[str, float]]  # steps by label, with their multiply-adds
 
 
 def steps_of(
     model: nn.Module,
-    at: Mapping[Block, int],
+    hidden: Mapping[Block, int],
     *,
     tokens: int,
     length: int,
     held_out: int,
     fits: Sequence[float],
-    searched: bool,
-    written: int = 0,
-    healed: int = 0,
+    surveyed: bool = True,
+    priced: str = "gradients",
+    sizes: int = 1,
+    ranks: int = 1,
 ) -> Labelled:
-    """The steps of a compression of blocks with so many hidden units, under the labels that it reports.
+    """The steps of compressing blocks with so many hidden units, by the labels that `compress_model` reports.
 
-    `fits`: the share of the tokens that each refit reads; a refit is followed by a measurement on the
-    `held_out` tokens. Without a search no options are priced. The model writes some of the tokens first, and
-    maps are healed on others.
+    Hidden units are ordered (`surveyed`) unless they are known. Options are `priced` by "gradients", by
+    "swaps", or not (""). `fits` are the shares of the tokens that each refit of the search reads; as many
+    more `sizes` as are reported on are fitted after it. `ranks` processes divide all but the elimination.
     """
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     forward = forward_work(model, 1, length)
-    predicted = forward + sum(p.numel() for p in (head.parameters() if head else ()))
-    columns = {b: b.d_in + hidden for b, hidden in at.items()}
-    steps: Labelled = [("the model writes text", written * predicted)]
-    if searched:
+    predicted = prediction_work(model, length)
+    columns = {b: b.d_in + m for b, m in hidden.items()}
+    steps: Labelled = []
+    if surveyed:
         rows = min(tokens, SURVEYED * max(columns.values()))
         products = sum(c * (c // 2 + b.d_out) for b, c in columns.items())
-        chosen = sum(6 * c**3 for c in columns.values())  # in float64, half as fast
-        steps.append(("fitting options", rows * (forward + products) + chosen))
+        eliminated = sum(6 * c**3 for c in columns.values())  # in float64, half as fast
+        steps.append(("fitting options", rows * (forward + products) / ranks + eliminated))
+    if priced == "gradients":
         steps.append(("pricing options", 2 * PRICED * LENGTH * predicted))
-    kept = {b: KEPT * hidden or b.d_in for b, hidden in at.items()}
+    elif priced:
+        swaps = PRICES * len(hidden)
+        steps.append(("measuring options", swaps * OPTION_TOKENS * predicted / ranks))
+    kept = {b: KEPT * m or b.d_in for b, m in hidden.items()}
     outputs = sum(k * (k / 2 + 2 * b.d_out) for b, k in kept.items())  # y and its correction
+    refit = ("refitting", tokens * (2 * forward + outputs) / ranks)
+    measured = ("measuring", 2 * held_out * predicted / ranks)
     for share in fits:
-        steps.append(("refitting", share * tokens * (2 * forward + outputs)))
-        steps.append(("measuring", 2 * held_out * predicted))
-    steps.append(("measuring", 2 * held_out * predicted))  # on the text for reporting
-    return [*steps, ("healing", 4 * healed * predicted)] if healed else steps
+        steps += [(refit[0], share * refit[1]), measured]
+    return steps + (sizes - 1) * [refit] + sizes * [measured]
 
 
-class Course:
-    """The steps to come, and how long they take at the speed of those that are done."""
+def prediction_work(model: nn.Module, length: int) -> int:
+    """Multiply-adds of a forward with the language-model head, per token."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return forward_work(model, 1, length) + sum(
+        p.numel() for p in (head.parameters() if head else ())
+    )
+
+
+class TimeLeft:
+    """How long the steps to come take, at the speed of those that are done."""
 
     def __init__(self, steps: Labelled, seconds_each: float) -> None:
         """`seconds_each`: of a multiply-add, before any step is done."""
         self.to_come, self.rate = list(steps), seconds_each
-        self.work = self.taken = 0.0  # multiply-adds and seconds of what is done
-        self.running: float | None = None  # multiply-adds of the present step, if it was expected
+        self.done = self.taken = 0.0  # multiply-adds and seconds of the steps that are done
+        self.present: tuple[str, float] | None = None  # None: a step that was not expected
         self.began = time.perf_counter()
+        self.said = self.seconds
 
     @property
-    def left(self) -> float:
-        """Seconds of the steps to come, the present one included."""
-        return self.rate * ((self.running or 0) + sum(work for _, work in self.to_come))
+    def seconds(self) -> float:
+        """Of the steps to come and the present one, which has just begun."""
+        steps = [self.present, *self.to_come] if self.present else self.to_come
+        return self.rate * sum(work for _, work in steps)
 
-    def reach(self, label: str) -> None:
-        """The step of this label begins: the one before it, and those that were skipped, are done."""
-        now = time.perf_counter()
-        if self.running:
-            self.work, self.taken = self.work + self.running, self.taken + now - self.began
-            self.rate = self.taken / self.work
-        labels = [name for name, _ in self.to_come]
-        self.running, self.began = None, now
-        name = label.partition(",")[0]  # healing, KL 0.2
+    def begin(self, label: str) -> None:
+        """A step begins: the one before it is done; steps that were expected before this one are left out."""
+        name, now = label.partition(",")[0], time.perf_counter()  # "healing, KL 0.2" begins often
+        labels = [expected for expected, _ in self.to_come]
+        if self.present and self.present[0] == name and name not in labels:
+            return
+        if self.present:
+            self.done, self.taken = self.done + self.present[1], self.taken + now - self.began
+            self.rate = self.taken / self.done if self.done else self.rate
+        self.present, self.began = None, now
         if name in labels:
-            self.running = self.to_come[labels.index(name)][1]
+            self.present = self.to_come[labels.index(name)]
             del self.to_come[: labels.index(name) + 1]
 
-    def telling(self, progress: Progress) -> Progress:
-        """The same progress; labels of steps that were expected end with the time to the end."""
+    def following(self, progress: Progress, say: Callable[[str], None]) -> Progress:
+        """The same progress. The time to the end is said again once it is half, or twice, what was said."""
 
         def begin(label: str, tokens: int) -> Advance:
-            self.reach(label)
-            expected = self.running is not None
-            return progress(
-                f"{label}, {duration(self.left)} to the end" if expected else label, tokens
-            )
+            self.begin(label)
+            if self.present and not self.said / 2 < self.seconds < 2 * self.said:
+                self.said = self.seconds
+                say(f"{duration(self.seconds)} to the end")
+            return progress(label, tokens)
 
         return begin

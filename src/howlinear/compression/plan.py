@@ -175,3 +175,12 @@ def check_blocks(plan: Iterable[BlockPlan], paths: Mapping[int, str]) -> None:
     for p in plan:
         if paths.get(p.index) != p.path:
             raise ValueError(f"the plan's block {p.index} ({p.path}) is not in the run")
+
+
+def check_units(plan: Iterable[BlockPlan], hidden: Mapping[int, int]) -> None:
+    """Refuse a plan that keeps more hidden units than blocks have, by block index."""
+    for p in plan:
+        if p.units > hidden[p.index]:
+            raise ValueError(
+                f"the plan keeps {p.units} units of block {p.index}, which has {hidden[p.index]}"
+            )

@@ -21,6 +21,7 @@ from howlinear.models.hooks import evaluating
 from howlinear.models.offload import device_of, is_offloaded
 from howlinear.run import room
 
+VERSION = "1"  # another one where the same seed gives another text
 MOST = 64  # windows that are written at once
 CACHE = 2**31  # bytes that their keys and values may take, at most
 
