@@ -31,8 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from howlinear.cli.sources import GENERATED, Loader, RunSource
 from howlinear.compression.healing import TOKENS, Recipe, heal
-from howlinear.compression.plan import descent
-from howlinear.compression.prices import Losses, Sizes, price_options
+from howlinear.compression.prices import Losses, Sizes
 from howlinear.compression.refitting import Refitter
 from howlinear.compression.search import Search
 from howlinear.losses.perplexity import compare_all
@@ -48,10 +47,10 @@ def planned(model, source, fit, choose, shares, work):
     at, cut = source.blocks(), source.protocol()
     fitter = Refitter(model, at, fit, work=work)
     search = Search(fitter, Sizes(model, at), Losses(model, choose, choose, cut, work))
-    path = descent(price_options(fitter, search.sizes, search.losses, "auto", "auto"))
+    search.price("auto", "auto")
     every = {}
     for share in shares:
-        maps = fitter.refit(search.shapes_saving(path, share))
+        maps = fitter.refit(search.shapes_saving(share))
         every[f"{search.sizes.removed(maps) / search.sizes.total:.1%} removed"] = maps
     return every
 

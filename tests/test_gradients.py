@@ -7,7 +7,13 @@ import tiny
 from howlinear import blocks, profile
 from howlinear.linear.gradients import LENGTH, WINDOWS, GradientSample
 from howlinear.models.forward import as_windows
-from howlinear.profiling.gradients import _drawn, why_no_gradients
+from howlinear.profiling import gradients
+from howlinear.profiling.gradients import (
+    _drawn,
+    gradient_products,
+    gradients_on,
+    why_no_gradients,
+)
 from howlinear.profiling.needs import gradient_rows
 from howlinear.profiling.passes import Course
 
@@ -73,6 +79,19 @@ def _key(windows, i):
 
     place = zlib.crc32(windows[i].numpy().tobytes(), i * windows.shape[1])
     return int(hashed(torch.tensor([place]), 0))
+
+
+def test_products_are_those_of_the_gradients_of_all_windows(monkeypatch):
+    model, windows = tiny.model("llama"), tokens(5, 24)
+    at = blocks(model)
+    samples = gradients_on(model, at, windows)
+    for logits in (gradients.LOGITS, 2 * 24 * model.config.vocab_size):  # all at once; two windows
+        monkeypatch.setattr(gradients, "LOGITS", logits)
+        products = gradient_products(model, at, windows)
+        for block in at:
+            g = samples[block].gradient.double()
+            assert len(g) == 5 * 23
+            torch.testing.assert_close(products[block], g.t() @ g, rtol=1e-5, atol=1e-9)
 
 
 def test_the_sample_is_bounded_and_of_the_smallest_keys():

@@ -387,7 +387,7 @@ def test_the_learning_rate_rises_and_falls():
 def test_compress_reports_the_plan_healed_and_unhealed(
     trained, texts, tmp_path, short, monkeypatch
 ):
-    monkeypatch.setattr(compress, "Recipe", partial(Recipe, learning_rate=3e-3))
+    monkeypatch.setattr(compress, "Recipe", partial(Recipe, learning_rate=1e-3))
     model, (fit, choose, report) = trained[0], texts
     profile(model, fit, batch_size=50).save(tmp_path)
     found = compress_model(

@@ -8,7 +8,6 @@ import tiny
 from howlinear import blocks
 from howlinear.compression.needs import TimeLeft, prediction_work, steps_of
 from howlinear.compression.prices import OPTION_TOKENS
-from howlinear.compression.refitting import SURVEYED
 from howlinear.models.units import hidden_count
 
 SHAPES = {"tokens": 4096, "length": 64, "held_out": 512}
@@ -60,7 +59,7 @@ def test_multiply_adds_of_a_search_and_of_named_blocks():
     assert [label for label, _ in named] == ["refitting", "measuring", "measuring"]
     searched = steps_of(model, hidden, **SHAPES, fits=(0.5, 1.0), sizes=2)
     assert [label for label, _ in searched] == [
-        *("fitting options", "pricing options"),
+        *("weighing errors", "fitting options", "pricing options"),
         *("refitting", "measuring", "refitting", "measuring"),
         *("refitting", "measuring", "measuring"),
     ]
@@ -70,10 +69,13 @@ def test_multiply_adds_of_a_search_and_of_named_blocks():
     weights = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
     forward = weights + 2 * 64 * model.config.hidden_size * len(hidden)  # and attention
     assert prediction_work(model, 64) == forward + head
+    assert dict(searched)["weighing errors"] == 2 * 4096 * (
+        forward + head
+    )  # 64 windows of 64 tokens
     assert dict(searched)["measuring"] == 2 * 512 * (forward + head)
     assert 2 * 4096 * forward < refits[1]
     block, m = next(iter(hidden.items()))
-    columns, rows = block.d_in + m, SURVEYED * (block.d_in + m)
+    columns, rows = block.d_in + m, 4096
     each = rows * columns * (columns / 2 + block.d_out) + 6 * columns**3
     assert dict(searched)["fitting options"] == rows * forward + len(hidden) * each
     swaps = dict(steps_of(model, hidden, **SHAPES, fits=(), priced="swaps"))

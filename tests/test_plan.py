@@ -22,6 +22,11 @@ from howlinear.compression.plan import (
 )
 from howlinear.compression.search import Search
 
+costs = st.floats(0, 1, allow_nan=False)
+tables = st.lists(
+    st.lists(st.tuples(st.integers(1, 50), costs), max_size=4), min_size=1, max_size=4
+)
+
 
 def option(index, saved, cost):
     return Option(index, None, 0, saved, cost)
@@ -45,9 +50,30 @@ def test_steps_come_in_order_of_what_a_parameter_costs():
     assert within(path, 3.0) == 2
     assert within(path, 2.9) == 1
     assert within(path, 0.5) == 0
-    assert saving(path, 10) == 1
-    assert saving(path, 11) == 2
-    assert saving(path, 999) == 3
+
+
+def test_the_last_step_saves_no_more_than_is_worth_it():
+    options = [option(0, 10, 1.0), option(0, 40, 5.0), option(1, 10, 2.0), option(1, 12, 2.5)]
+    path = descent([*options, option(0, 15, 2.9)])
+    assert [s.options[0].saved for s in path] == [10, 40, 10, 12]
+    for others in ([], [option(0, 15, 2.9)]):  # above the hull: of use for the last step alone
+        every = [*options, *others]
+        assert totals(saving(path, every, 10)) == (10, 1.0)
+        assert totals(saving(path, every, 15)) == ((15, 2.9) if others else (20, 3.0))
+        assert totals(saving(path, every, 21)) == (22, 3.5)
+        assert totals(saving(path, every, 23)) == (40, 5.0)
+        assert totals(saving(path, every, 999)) == (52, 7.5)
+
+
+@given(tables, st.integers(1, 100))
+def test_what_saves_enough_costs_no_more_than_the_path(table, parameters):
+    options = [option(i, s, c) for i, own in enumerate(table) for s, c in own]
+    path = descent(options)
+    saved, cost = totals(saving(path, options, parameters))
+    reached = [totals(after(path, steps)) for steps in range(len(path) + 1)]
+    enough = [(s, c) for s, c in reached if s >= parameters]
+    assert cost <= min((c for _, c in enough), default=math.inf) + 1e-9
+    assert saved >= parameters if enough else saved == reached[-1][0]
 
 
 def test_costs_between_measured_ones_follow_power_laws():
@@ -60,12 +86,6 @@ def test_costs_between_measured_ones_follow_power_laws():
     assert expected([], 0.3) == 0.0
     assert expected([(0.2, 0.1)], 0.4) == pytest.approx(0.2)
     assert expected([(0.2, -0.1), (0.3, 0.3)], 0.1) == pytest.approx(0.1)  # noise is left out
-
-
-costs = st.floats(0, 1, allow_nan=False)
-tables = st.lists(
-    st.lists(st.tuples(st.integers(1, 50), costs), max_size=4), min_size=1, max_size=4
-)
 
 
 @given(tables)
@@ -150,13 +170,13 @@ def test_a_search_ends_with_the_last_plan_that_the_budget_allows(prices, real, w
         tried.append(len(shapes))
         return types.SimpleNamespace(nats=real[len(shapes)], steps=len(shapes))
 
-    search.trial, search.shapes_after = trial, lambda path, steps: range(steps)
+    search.path, search.trial, search.shapes_after = path, trial, range
     if wanted is None:
-        found = search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
+        found = search.within(plan.Budget(perplexity=math.expm1(0.05)))
         assert "no plan costs less than 5.1%" in search.unmet
         assert found.steps == 1  # the cheapest that was tried
     else:
-        found = search.within(path, plan.Budget(perplexity=math.expm1(0.05)))
+        found = search.within(plan.Budget(perplexity=math.expm1(0.05)))
         assert found.steps >= wanted
         assert found.nats <= 0.05
         assert not search.unmet

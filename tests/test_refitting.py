@@ -8,6 +8,7 @@ import tiny
 from howlinear import Moments, blocks, fit, swapped
 from howlinear.compression.refitting import Refitter, Sums
 from howlinear.linear.accumulators import merged
+from howlinear.linear.metric import Metric
 from howlinear.models import loading
 from howlinear.models.forward import run_rows
 from howlinear.models.hooks import as_module
@@ -112,6 +113,39 @@ def test_units_are_the_blocks_own_and_shapes_are_kept():
         assert (found.rank if rank is not None else None) == rank
     with torch.no_grad(), swapped(model, maps):
         assert model(input_ids=WINDOWS[:2]).logits.isfinite().all()
+
+
+def test_units_are_kept_by_what_their_errors_cost():
+    """Where predictions depend on one direction of the output alone, the errors there are the smallest."""
+    model = tiny.model("llama")
+    block = blocks(model)[0]
+    rows = gather(model, [block], WINDOWS)[block.index]
+    y = as_module(model, block)(rows.x).detach()
+    assert list(Refitter(model, [block], WINDOWS).metrics) == [block]  # the model's own
+    weight = weights(model, block)[:, None].to(y)
+    errors = {}
+    for direction in (3, 5, None):
+        fitter = Refitter(model, [block], WINDOWS)
+        metric = torch.zeros(block.d_out, block.d_out)
+        metric[direction, direction] = 1.0
+        fitter.metrics = {} if direction is None else {block: Metric.of(metric)}
+        (fitted,) = fitter.survey({block: [(0, 16)]})[block]
+        errors[direction] = (fitted(rows.x) - y).square().mean(0)
+        cost = fitter.metrics[block].scaled if fitter.metrics else lambda e: e
+        left = (weight * cost(fitted(rows.x) - y).square()).sum()
+        spread = y - (weight * y).sum(0) / weight.sum()
+        rest = float(left / (weight * cost(spread).square()).sum())
+        assert fitter.rests[block][0, 16] == pytest.approx(rest, rel=1e-4)
+    for direction in (3, 5):
+        others = [e[direction] for d, e in errors.items() if d != direction]
+        assert errors[direction][direction] < 0.8 * min(others)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bert"])
+def test_without_gradients_errors_are_squares(name):
+    """By the norm's output, or no next token."""
+    model = tiny.model(name)
+    assert Refitter(model, blocks(model), WINDOWS).metrics == {}
 
 
 @pytest.mark.parametrize("intercept", [True, False])

@@ -19,17 +19,9 @@ from torch import Tensor, nn
 
 from howlinear.compression.baselines import baselines
 from howlinear.compression.healing import Healed, Recipe, check_healable, heal
-from howlinear.compression.plan import (
-    Budget,
-    Option,
-    Step,
-    check_blocks,
-    check_units,
-    descent,
-    even_descent,
-)
+from howlinear.compression.plan import Budget, Option, check_blocks, check_units
 from howlinear.compression.plan import to_dict as plan_file
-from howlinear.compression.prices import Losses, Sizes, price_options, shape_of, shapes_of_named
+from howlinear.compression.prices import Losses, Sizes, shape_of, shapes_of_named
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.compression.search import Search, Trial
 from howlinear.compression.targets import INSTEAD
@@ -171,10 +163,10 @@ def compress_model(
     _check_healable(losses, trained_on, sizes.total, settings.heal)
     search, maps = Search(fitter, sizes, losses), RunMaps(model, Path(folder), run)
     named = None if at is None else [b for b, _ in match(model, run, at)]
-    best, options, path = _choose(search, maps, budget, plan, named, settings)
+    best = _choose(search, maps, budget, plan, named, settings)
     if search.unmet:
         settings = replace(settings, curve=(), baselines=False, heal=0)
-    points = _ours(search, best, path, settings.curve)
+    points = _ours(search, best, settings.curve)
     healed = _healed(losses, best.maps, trained_on, settings.heal, RunFolder(folder).healing)
     if healed.record.get("kept"):
         points = _compared(losses, [("healed", points[0].removed, healed.maps)]) + points
@@ -182,7 +174,7 @@ def compress_model(
         most = max(p.removed for p in points)
         points += _compared(losses, baselines(RunFolder(folder), run, sizes, losses, most))
     return Compression(
-        blocks=_records(best, sizes, options),
+        blocks=_records(best, sizes, search.options),
         maps=healed.maps,
         change=points[0].change if points else None,
         removed=sizes.removed(best.maps),
@@ -271,7 +263,7 @@ def _choose(
     plan: Sequence[BlockPlan] | None,
     named: Sequence[Block] | None,
     settings: CompressSettings,
-) -> tuple[Trial, list[Option], list[Step]]:
+) -> Trial:
     """What replaces each block: by the plan, of the named blocks, or the best within the budget."""
     fitter, sizes, wanted = search.fitter, search.sizes, (settings.rank, settings.units)
     if plan is not None or named is not None:
@@ -281,10 +273,9 @@ def _choose(
             shapes = shapes_of_named(fitter, sizes, maps, named or (), *wanted)
         if sizes.even:
             sizes.check_even(shapes)
-        return search.trial(shapes), [], []
-    options = price_options(fitter, sizes, search.losses, *wanted)
-    path = even_descent(options) if sizes.even else descent(options)
-    return search.within(path, budget), options, path
+        return search.trial(shapes)
+    search.price(*wanted)
+    return search.within(budget)
 
 
 def _shapes_of_plan(plan: Sequence[BlockPlan], sizes: Sizes) -> dict[Block, Shape]:
@@ -294,14 +285,14 @@ def _shapes_of_plan(plan: Sequence[BlockPlan], sizes: Sizes) -> dict[Block, Shap
     return {by_index[p.index]: (p.rank, p.units) for p in plan}
 
 
-def _ours(search: Search, best: Trial, path: list[Step], curve: Sequence[float]) -> list[Point]:
+def _ours(search: Search, best: Trial, curve: Sequence[float]) -> list[Point]:
     """Our method on the third text: first at the budget, then along the curve."""
     losses = search.losses
     if losses.reason:
         return []
     sets = [(best.shapes, best.maps)]
-    for share in curve if path else ():
-        shapes = search.shapes_saving(path, share)
+    for share in curve if search.path else ():
+        shapes = search.shapes_saving(share)
         sets.append((shapes, search.fitter.refit(shapes)))
     points = []
     for shapes, maps in sets:

@@ -19,9 +19,10 @@ from typing import Any
 from torch import nn
 
 from howlinear.compression.prices import OPTION_TOKENS, PRICED
-from howlinear.compression.refitting import SURVEYED
+from howlinear.compression.refitting import SENSED
 from howlinear.linear.gradients import LENGTH
 from howlinear.models.families import Block
+from howlinear.models.offload import is_offloaded
 from howlinear.profiling.needs import forward_work
 from howlinear.records.words import duration
 from howlinear.run.work import Advance, Progress
@@ -46,19 +47,23 @@ def steps_of(
 ) -> Labelled:
     """The steps of compressing blocks with so many hidden units, by the labels that `compress_model` reports.
 
-    Hidden units are ordered (`surveyed`) unless they are known. Options are `priced` by "gradients", by
-    "swaps", or not (""). `fits` are the shares of the tokens that each refit of the search reads; as many
-    more `sizes` as are reported on are fitted after it. `ranks` processes divide all but the elimination.
+    Hidden units are ordered (`surveyed`) unless they are known: by gradients, for weights in memory. Options
+    are `priced` by "gradients", by "swaps", or not (""). `fits` are the shares of the tokens that each refit of the
+    search reads; as many more `sizes` as are reported on are fitted after it. `ranks` processes divide all but
+    the elimination and the prices.
     """
     forward = forward_work(model, 1, length)
     predicted = prediction_work(model, length)
     columns = {b: b.d_in + m for b, m in hidden.items()}
     steps: Labelled = []
+    if surveyed and not is_offloaded(model):
+        sensed = min(SENSED, tokens // length)
+        rows = sensed * min(LENGTH, length)
+        steps.append(("weighing errors", 2 * rows * predicted / ranks))
     if surveyed:
-        rows = min(tokens, SURVEYED * max(columns.values()))
         products = sum(c * (c // 2 + b.d_out) for b, c in columns.items())
         eliminated = sum(6 * c**3 for c in columns.values())  # in float64, half as fast
-        steps.append(("fitting options", rows * (forward + products) / ranks + eliminated))
+        steps.append(("fitting options", tokens * (forward + products) / ranks + eliminated))
     if priced == "gradients":
         steps.append(("pricing options", 2 * PRICED * LENGTH * predicted))
     elif priced:

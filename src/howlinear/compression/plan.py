@@ -135,9 +135,29 @@ def within(path: Sequence[Step], cost: float) -> int:
     return sum(total <= cost for total in accumulate(max(s.cost, 0.0) for s in path))
 
 
-def saving(path: Sequence[Step], parameters: int) -> int:
-    """The number of steps that save so many parameters; all steps if they do not suffice."""
-    return min(sum(t < parameters for t in accumulate(s.saved for s in path)) + 1, len(path))
+def saving(path: Sequence[Step], options: Sequence[Option], parameters: int) -> dict[int, Option]:
+    """The option of each block, by block index, that together save so many parameters; all steps if too few.
+
+    The last step may save far more than is missing: the cheapest option of any block that suffices replaces it.
+    """
+    steps = sum(total < parameters for total in accumulate(s.saved for s in path))
+    if steps >= len(path):
+        return after(path, len(path))
+    chosen = after(path, steps)
+    if len(path[steps].options) > 1:  # of all blocks
+        return after(path, steps + 1)
+    missing = parameters - sum(o.saved for o in chosen.values())
+
+    def added(option: Option) -> tuple[float, int]:
+        before = chosen.get(option.index)
+        return option.cost - (before.cost if before else 0.0), option.saved
+
+    def enough(option: Option) -> bool:
+        before = chosen.get(option.index)
+        return option.saved - (before.saved if before else 0) >= missing
+
+    last = min(filter(enough, options), key=added)
+    return chosen | {last.index: last}
 
 
 def to_dict(chosen: Sequence[BlockPlan], about: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,9 @@ All windows go through the model one layer at a time (`walking`). Rows of a bloc
 batch; then the map is solved for and takes the block's place, so that later blocks get the inputs of
 the changed model.
 
+Hidden units and matrices of low rank are chosen by what their errors cost, by the gradients of the predictions
+on some windows (`linear.metric`); by squares where there are no gradients.
+
 Rows are weighted by 1/|h|, h the residual stream after the block, because later layers read the stream
 after a norm. A map behind replaced blocks is fitted to y + a c: y is the block's own output on its new
 input, c what would bring the residual stream back to the original model's, and a the share of c that
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +31,8 @@ from howlinear.compression.walking import Walk
 from howlinear.linear.accumulators import merged
 from howlinear.linear.affine import Factored, Map, UnitMap
 from howlinear.linear.blending import Blend, learned_share
+from howlinear.linear.gradients import LENGTH
+from howlinear.linear.metric import Metric
 from howlinear.linear.moments import Moments
 from howlinear.linear.precision import NARROW, is_resolved
 from howlinear.linear.rows import Rows
@@ -38,13 +44,16 @@ from howlinear.linear.unit_selection import (
     unexplained_by_rank,
 )
 from howlinear.models.families import Block
-from howlinear.models.forward import Batch
+from howlinear.models.forward import Batch, as_windows
 from howlinear.models.offload import like
 from howlinear.models.units import hidden_count, taken
+from howlinear.profiling.gradients import gradient_products, why_no_gradients
+from howlinear.profiling.passes import Course
 from howlinear.run.work import Work
 
 HELD_OUT = 5  # one batch in so many decides how much of the correction is learned
-SURVEYED = 8  # rows for each column of [x, hidden units]: so many order the units, all fit the maps
+SENSED = 96  # windows that go forward and backward for the metrics, so many at a time:
+AT_ONCE = 12
 
 Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidden units kept
 
@@ -89,13 +98,11 @@ class Refitter:
     ) -> dict[Block, list[Map]]:
         """Maps of each block in the original model; fills `rests` for maps of other shapes.
 
-        Reads windows spread over all, SURVEYED rows a column. Without a matrix and with one of full rank,
-        `rests` covers every number of hidden units that the elimination passes; at reduced rank those
-        in `ranks` (hidden units -> ranks).
+        Without a matrix and with one of full rank, `rests` covers every number of hidden units that the
+        elimination passes; at reduced rank those in `ranks` (hidden units -> ranks).
         """
-        columns = max(b.d_in + hidden_count(self.model, b) for b in shapes)
-        windows = self.some_windows(SURVEYED * columns)
-        walk = Walk(self.model, list(shapes), windows, self.work, label)
+        metrics = self.metrics
+        walk = Walk(self.model, list(shapes), self.windows, self.work, label)
         maps: dict[Block, list[Map]] = {}
         for block, wanted in shapes.items():
             moments = self._all_rows(walk, block)
@@ -109,8 +116,30 @@ class Refitter:
                 hidden = taken(self.model, block, units) if units else None
                 fitted = joint_map(moments, d, units, shape[0], hidden, intercept=self.intercept)
                 fitted = _of_inputs(fitted, block) if self.units_only else fitted
+                fitted = metrics[block].restored(fitted) if block in metrics else fitted
                 maps[block].append(fitted.to(self.like))
         return maps
+
+    @cached_property
+    def metrics(self) -> dict[Block, Metric]:
+        """What errors of each block's output cost, by direction; {} without gradients."""
+        at = [
+            block for block in self.at if not block.out_norm
+        ]  # else gradients are by the norm's output
+        if not at or why_no_gradients(self.model, as_windows(self.windows), Course()):
+            return {}
+        windows = self.windows[:, :LENGTH]
+        count = min(SENSED, len(windows))
+        parts = windows[torch.arange(count) * len(windows) // count].split(AT_ONCE)
+        mine = [part for i, part in enumerate(parts) if self.work.ranks.mine(i)]
+        advance = self.work.begin("weighing errors", sum(part.numel() for part in mine))
+        sums = {block: torch.zeros(block.d_out, block.d_out, dtype=torch.float64) for block in at}
+        for part in mine:
+            for block, products in gradient_products(self.model, at, part).items():
+                sums[block] += products
+            advance(part.numel())
+        found = {block: Metric.of(self.work.ranks.sum(total)) for block, total in sums.items()}
+        return {block: metric for block, metric in found.items() if metric is not None}
 
     def some_windows(self, tokens: int) -> Tensor:
         """Windows evenly spaced over all, with at least so many tokens if there are."""
@@ -127,8 +156,10 @@ class Refitter:
 
         def receive(_: Batch, rows: Rows) -> None:
             joint = rows.x if rows.hidden is None else torch.cat([rows.x[:, :d], rows.hidden], 1)
-            sums.update(joint, rows.y, rows.inverse_stream)
+            y = metric.scaled(rows.y) if metric else rows.y
+            sums.update(joint, y, rows.inverse_stream)
 
+        metric = self.metrics.get(block)
         walk.read(block, receive, every=units > 0)
         moments = self.work.ranks.added(sums.total()[0])
         if not units:
@@ -190,6 +221,7 @@ class _Fit:
         self.alone = self.rank == 0 and len(self.units) > 0  # hidden units without x
         self.corrects = False  # is the original's residual stream known, to come back to?
         self.share: float | None = None  # of the correction
+        self.metric = fitter.metrics.get(block) if self.rank else None
         self.map: Map
 
     def read_original(self, walk: Walk) -> None:
@@ -216,8 +248,9 @@ class _Fit:
             y, group = rows.y, 0
             if self.corrects and rows.h is not None:
                 correction = (self.walk.shelf.get("original", batch) - rows.h) / block.scale
-                y, group = torch.cat([y, correction], 1), int(self._held_out(batch))
-            sums.update(joint, y, rows.inverse_stream, group)
+                y, group = torch.stack([y, correction], 1), int(self._held_out(batch))
+            y = self.metric.scaled(y) if self.metric else y
+            sums.update(joint, y.flatten(1), rows.inverse_stream, group)
 
         self.walk.read(block, receive, torch.tensor(self.units) if k else None)
         groups = [ranks.added(moments) for moments in sums.total()]
@@ -243,7 +276,8 @@ class _Fit:
         fitted = joint_map(rows, d, range(k), self.rank, hidden, intercept=intercept)
         if isinstance(fitted, UnitMap):
             fitted = replace(fitted, units=self.units)  # numbers in the block, not columns
-        return _of_inputs(fitted, block) if self.alone else fitted
+        fitted = _of_inputs(fitted, block) if self.alone else fitted
+        return self.metric.restored(fitted) if self.metric else fitted
 
     def outputs(self, batch: Batch) -> Tensor:
         """(n, d_out) of the map on the rows of a batch."""

@@ -6,8 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from howlinear.compression.plan import Budget, Step, after, saving, within
-from howlinear.compression.prices import Losses, Sizes
+from howlinear.compression.plan import (
+    Budget,
+    Option,
+    Step,
+    after,
+    descent,
+    even_descent,
+    saving,
+    within,
+)
+from howlinear.compression.prices import Losses, Sizes, price_options
 from howlinear.compression.refitting import Refitter, Shape
 from howlinear.linear.affine import Map
 from howlinear.losses.perplexity import Comparison
@@ -35,12 +44,14 @@ class Trial:
 
 
 class Search:
-    """Fits and measures sets of replaced blocks."""
+    """Fits and measures sets of replaced blocks: those named, or after `price` those within a budget."""
 
     def __init__(self, fitter: Refitter, sizes: Sizes, losses: Losses) -> None:
         self.fitter, self.sizes, self.losses = fitter, sizes, losses
         self.unmet = ""  # why `within` could not meet the budget
         self.by_index = {b.index: b for b in fitter.at}
+        self.options: list[Option] = []
+        self.path: list[Step] = []
 
     def trial(self, shapes: dict[Block, Shape], **options: Any) -> Trial:
         """Fit these shapes and measure them."""
@@ -50,38 +61,45 @@ class Search:
             (change,) = self.losses.together([maps], self.losses.choose)
         return Trial(shapes, maps, {b: self.fitter.corrections[b] for b in maps}, change)
 
-    def shapes_after(self, path: list[Step], steps: int) -> dict[Block, Shape]:
-        chosen = after(path, steps)
-        return {self.by_index[i]: (o.rank, o.units) for i, o in sorted(chosen.items())}
+    def price(self, rank: int | str, units: int | str) -> None:
+        """What each option of each block costs, and the path from the cheapest on."""
+        self.options = price_options(self.fitter, self.sizes, self.losses, rank, units)
+        self.path = even_descent(self.options) if self.sizes.even else descent(self.options)
 
-    def shapes_saving(self, path: list[Step], share: float) -> dict[Block, Shape]:
+    def shapes_after(self, steps: int) -> dict[Block, Shape]:
+        return self._shapes(after(self.path, steps))
+
+    def shapes_saving(self, share: float) -> dict[Block, Shape]:
         """What removes at least this share of the feed-forward parameters."""
-        return self.shapes_after(path, saving(path, self._parameters(share)))
+        return self._shapes(saving(self.path, self.options, self._parameters(share)))
+
+    def _shapes(self, chosen: dict[int, Option]) -> dict[Block, Shape]:
+        return {self.by_index[i]: (o.rank, o.units) for i, o in sorted(chosen.items())}
 
     def _parameters(self, share: float) -> int:
         """Parameters that steps must save: those asked for, and those that the kind of export adds."""
         return math.ceil(share * self.sizes.total) + self.sizes.added
 
-    def within(self, path: list[Step], budget: Budget) -> Trial:
+    def within(self, budget: Budget) -> Trial:
         """The longest part of the path that the budget allows, fitted; else the nearest, and `unmet`."""
-        if not path:
+        if not self.path:
             raise ValueError("no way to replace a block saves parameters")
         if budget.parameters is None:
-            return self._within_nats(path, budget.nats)
-        most = sum(s.saved for s in path)
+            return self._within_nats(budget.nats)
+        most = sum(s.saved for s in self.path)
         if self._parameters(budget.parameters) > most:
             share = (most - self.sizes.added) / self.sizes.total
             self.unmet = (
                 f"{budget.parameters:.1%} of the feed-forward parameters cannot go: this plan, the "
                 f"smallest, removes {share:.1%}"
             )
-        return self.trial(self.shapes_saving(path, budget.parameters))
+        return self.trial(self.shapes_saving(budget.parameters))
 
-    def _within_nats(self, path: list[Step], nats: float) -> Trial:
+    def _within_nats(self, nats: float) -> Trial:
         """Costs of blocks do not add up: fit on half of the windows, measure, correct, fit on all."""
-        half = self.fitter.some_windows(self.fitter.windows.numel() // 2)
+        path, half = self.path, self.fitter.some_windows(self.fitter.windows.numel() // 2)
         level = nats / TOGETHER
-        first = self.trial(self.shapes_after(path, max(within(path, level), 1)), windows=half)
+        first = self.trial(self.shapes_after(max(within(path, level), 1)), windows=half)
         level *= min(max(AIM * nats / (HALF * max(first.nats, 0.0) + 1e-12), 0.1), 4.0)
         low, high = (0.0, 0.0), None  # (expected, measured) below and above the budget
         fits, fails = 0, len(path) + 1  # numbers of steps
@@ -92,7 +110,7 @@ class Search:
                 break
             if left == 1 and best is None:
                 steps = 1
-            new = self.trial(self.shapes_after(path, steps))
+            new = self.trial(self.shapes_after(steps))
             if new.nats <= nats:
                 best, low, fits = new, (level, new.nats), steps
                 if new.nats >= CLOSE * nats:

@@ -2,9 +2,10 @@
 
     ids = generated_windows(model, tokenizer, 32, 512)       # (32, 512), the same for the same seed
 
-Each window begins with a token drawn at random from the vocabulary, behind the special tokens that windows
-have; the rest is sampled from the model's predictions at temperature 1 (arXiv 2305.17888 calibrates so, too).
-Special tokens are not written.
+A window holds texts of DOCUMENT tokens, each written by itself: many short texts cover more than a few long ones.
+A text begins with a token drawn at random from the vocabulary, behind the special tokens that windows
+have; the rest is sampled from the model's predictions (arXiv 2305.17888 calibrates so, too). Special tokens are
+not written.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from howlinear.models.hooks import evaluating
 from howlinear.models.offload import device_of, is_offloaded
 from howlinear.run import room
 
-VERSION = "1"  # another one where the same seed gives another text
-MOST = 64  # windows that are written at once
+VERSION = "2"  # another one where the same seed gives another text
+DOCUMENT = 128  # tokens of a text, at most
+MOST = 128  # texts that are written at once
 CACHE = 2**31  # bytes that their keys and values may take, at most
 
 
@@ -71,17 +73,20 @@ def generated_windows(
     plain = torch.ones(size, dtype=torch.bool)
     plain[[i for i in special_ids(tokenizer) if i < size]] = False
     start = torch.tensor(first_ids(tokenizer, bos), dtype=torch.long)
-    parts = []
-    batch, needed = _windows_at_once(model, length, count)
+    parts, behind = [], length - len(start)
+    texts = max(1, -(-behind // DOCUMENT))  # in a window
+    size = len(start) + -(-behind // texts)
+    batch, needed = _texts_at_once(model, size, count * texts)
     room.check_memory(
         needed, "to write text, keys and values need", "name another text with `also_fit`, or none"
     )
-    for first in range(0, count, batch):
-        n = min(batch, count - first)
+    for first in range(0, count * texts, batch):
+        n = min(batch, count * texts - first)
         drawn = torch.multinomial(plain.float(), n, replacement=True, generator=random)
         ids = torch.cat([start.expand(n, -1), drawn[:, None]], 1)
-        parts.append(_continued(model, ids, length, plain, random, progress))
-    return torch.cat(parts)
+        parts.append(_continued(model, ids, size, plain, random, progress))
+    written = torch.cat(parts)[:, len(start) :].reshape(count, -1)[:, :behind]
+    return torch.cat([start.expand(count, -1), written], 1)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -90,7 +95,7 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
-def _windows_at_once(model: Any, length: int, count: int) -> tuple[int, int]:
+def _texts_at_once(model: Any, length: int, count: int) -> tuple[int, int]:
     """As many as CACHE has room for, and the bytes of their keys and values."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
@@ -111,7 +116,7 @@ def _continued(
     random: torch.Generator,
     progress: Callable[[int], None],
 ) -> Tensor:
-    """Windows that begin with `ids` (n, tokens); tokens that are not `plain` are not written."""
+    """Texts that begin with `ids` (n, tokens); tokens that are not `plain` are not written."""
     new, cache = ids, None
     progress(ids.numel())
     while ids.shape[1] < length:

@@ -88,22 +88,44 @@ def sample_gradients(
 
 def gradients_on(model: nn.Module, at: Sequence[Block], ids: Tensor) -> dict[Block, GradientSample]:
     """Rows of these windows (n, length) with gradients, by block; {} where predictions are not finite."""
-    readout = Readout(model)
-    ids = ids[:, :LENGTH].to(readout.device)
     samples = {block: GradientSample(block.d_in, block.d_out) for block in at}
-    size = max(1, LOGITS // (readout.vocabulary * ids.shape[1]))
-    for start in range(0, len(ids), size):
-        part = range(start, min(start + size, len(ids)))
-        rows, gradients = _run(model, at, {}, ids[part.start : part.stop], part)
+    for part, rows, gradients in _parts(model, at, ids):
         if not gradients:
             return {}
         for block, sample in samples.items():
             taken, gradient = rows[block.index], gradients[block.index]
-            x, y = (t.detach().view(len(part), ids.shape[1], -1) for t in (taken.x, taken.y))
+            x, y = (t.detach().view(*gradient.shape[:2], -1) for t in (taken.x, taken.y))
             for i, window in enumerate(part):
                 kept = (x[i, :-1], y[i, :-1], gradient[i, :-1])
                 sample.add(window, *kept, group=0, cluster=window)
     return samples
+
+
+def gradient_products(model: nn.Module, at: Sequence[Block], ids: Tensor) -> dict[Block, Tensor]:
+    """(d_out, d_out) sum of g g' over the tokens of these windows (n, length), by block.
+
+    {} where predictions are not finite.
+    """
+    sums = {b: torch.zeros(b.d_out, b.d_out, dtype=torch.float64) for b in at}
+    for _, _, gradients in _parts(model, at, ids):
+        if not gradients:
+            return {}
+        for block, total in sums.items():
+            g = gradients[block.index][:, :-1].flatten(0, 1).cpu().double()
+            total += g.t() @ g
+    return sums
+
+
+def _parts(
+    model: nn.Module, at: Sequence[Block], ids: Tensor
+) -> Iterator[tuple[range, dict[int, Rows], dict[int, Tensor]]]:
+    """Rows and gradients (n, LENGTH, d_out) of so few windows that their logits stay small, and their numbers."""
+    readout = Readout(model)
+    ids = ids[:, :LENGTH].to(readout.device)
+    size = max(1, LOGITS // (readout.vocabulary * ids.shape[1]))
+    for start in range(0, len(ids), size):
+        part = range(start, min(start + size, len(ids)))
+        yield part, *_run(model, at, {}, ids[part.start : part.stop], part)
 
 
 class _Window:
