@@ -19,9 +19,7 @@ from torch import Tensor
 
 from howlinear.linear.affine import Affine, Factored, Map, UnitMap
 
-SHRINK = (
-    0.1  # M is this share of its mean diagonal and the rest of itself: it comes from few tokens
-)
+SHRINK = 0.1  # so much of M is replaced by its mean diagonal: it comes from few tokens
 
 
 @dataclass(frozen=True, eq=False)
