@@ -123,9 +123,7 @@ class Refitter:
     @cached_property
     def metrics(self) -> dict[Block, Metric]:
         """What errors of each block's output cost, by direction; {} without gradients."""
-        at = [
-            block for block in self.at if not block.out_norm
-        ]  # else gradients are by the norm's output
+        at = [b for b in self.at if not b.out_norm]  # with one, gradients are by the norm's output
         if not at or why_no_gradients(self.model, as_windows(self.windows), Course()):
             return {}
         windows = self.windows[:, :LENGTH]
