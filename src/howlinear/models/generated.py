@@ -4,8 +4,8 @@
 
 A window holds texts of DOCUMENT tokens, each written by itself: many short texts cover more than a few long ones.
 A text begins with a token drawn at random from the vocabulary, behind the special tokens that windows
-have; the rest is sampled from the model's predictions at TEMPERATURE (arXiv 2305.17888 calibrates so, too, at 1).
-Special tokens are not written.
+have; the rest is sampled from the model's predictions (arXiv 2305.17888 calibrates so, too). Special tokens are
+not written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from howlinear.run import room
 
 VERSION = "2"  # another one where the same seed gives another text
 DOCUMENT = 128  # tokens of a text, at most
-TEMPERATURE = 0.8  # at 1 texts soon wander off; docs/compress.md compares both
 MOST = 128  # texts that are written at once
 CACHE = 2**31  # bytes that their keys and values may take, at most
 
@@ -123,7 +122,7 @@ def _continued(
     while ids.shape[1] < length:
         out = _next(model, new, **{} if cache is None else {"past_key_values": cache})
         cache = _roomy(out.past_key_values, length) if cache is None else out.past_key_values
-        logits = out.logits[:, -1, : len(plain)].float().cpu() / TEMPERATURE
+        logits = out.logits[:, -1, : len(plain)].float().cpu()
         logits[:, ~plain] = -torch.inf
         new = _drawn(logits, random)
         ids = torch.cat([ids, new], 1)
