@@ -279,7 +279,6 @@ def paper() -> None:
         model = layers * (block + 2 * d * d + 2 * d * kv)  # multiply-adds a token
         tokens = max(30_000, 40 * d)
         columns = d + m
-        survey = min(tokens, 8 * columns)
         sums = layers * d * (d / 2 + d)  # of [x, y], a row
         wide = layers * columns * (columns / 2 + d)  # of [x, units, y]
         solving = layers * (8 * d**3 / 3 + 8 * d**3 + 6 * d**3)
@@ -287,7 +286,8 @@ def paper() -> None:
         work = {
             "profile": tokens * (model + sums) + solving + 2040 * (model + vocabulary * d),
             "swap": layers * 4096 * (model / 2 + 0.6 * vocabulary * d),
-            "compress": survey * (model + wide)
+            "compress": 96 * 85 * 2 * (model + vocabulary * d)  # gradients
+            + tokens * (model + wide)
             + layers * 3 * columns**3  # factors and elimination, with and without a matrix
             + 1.5 * tokens * (2 * model + wide / 2)  # half and all windows, original and changed
             + 6 * measured,
@@ -296,7 +296,7 @@ def paper() -> None:
         room = {
             "profile": 5 * 12 * d * d,  # of one layer's moments: --layerwise
             "swap": weights,
-            "compress": weights + 6 * columns * (columns + d) * 8,
+            "compress": weights + 6 * columns * (columns + d) * 8 + 2 * layers * d * d * 4,
         }
         for command, count in work.items():
             hours = count / SPEED / 3600

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from howlinear import blocks, load
 from howlinear.cli.sources import GENERATED, Loader, RunSource
+from howlinear.compression.refitting import Refitter
 from howlinear.export.write import FROM_DISK
 from howlinear.run.tensors import write_tensors
 
@@ -145,7 +146,9 @@ def test_a_file_is_as_small_as_asked_for(squeezed, here, copied, little, tmp_pat
         assert why in done.stderr
 
 
-def test_weights_on_disk_are_exported_as_those_in_memory(squeezed, copied, tmp_path):
+def test_weights_on_disk_are_exported_as_those_in_memory(squeezed, copied, tmp_path, monkeypatch):
+    """Where both choose hidden units by squares, as they do without gradients."""
+    monkeypatch.setattr(Refitter, "metric", lambda *_: None)
     plan = ("--blocks", "0,2", "--keep-units", 2, "--also-fit", "none")
     for name, flags in {"plain": (), "disk": ("--layerwise",), "other": ("--rank", 3)}.items():
         squeezed("-o", tmp_path / name, *plan, *flags)
@@ -184,6 +187,12 @@ def test_a_plan_goes_out_by_hand_and_comes_back(squeezed, here, copied, tmp_path
     done = squeezed("--dry-run", "--plan", mine, "--json")
     (replaced,) = [b for b in json.loads(done.stdout)["blocks"] if b["replaced"]]
     assert (replaced["index"], replaced["rank"], len(replaced["units"])) == (2, 3, 8)
+    plan["blocks"][0]["units"] = 4096
+    mine.write_text(json.dumps(plan))
+    done = here("compress", copied, "--dry-run", "--plan", mine)
+    assert done.returncode == 2
+    assert "the plan keeps 4096 units of block 2, which has" in done.stderr
+    assert "to fit on" not in done.stderr
     plan["blocks"][0]["path"] = "model.layers.9.mlp"
     mine.write_text(json.dumps(plan))
     done = here("compress", copied, "--dry-run", "--plan", mine)

@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from howlinear import blocks
+from howlinear.compression import needs
 from howlinear.compression.needs import TimeLeft, prediction_work, steps_of
 from howlinear.compression.prices import OPTION_TOKENS
 from howlinear.models.units import hidden_count
@@ -21,7 +22,8 @@ def clock(monkeypatch):
     return now
 
 
-def test_time_left_follows_the_speed_of_the_steps_that_are_done(clock):
+def test_time_left_follows_the_speed_of_the_steps_that_are_done(clock, monkeypatch):
+    monkeypatch.setattr(needs, "PRIOR", 0.0)
     left = TimeLeft([("a", 10.0), ("b", 20.0), ("c", 20.0), ("b", 50.0)], 1.0)
     labels, said = [], []
     begin = left.following(lambda label, tokens: labels.append((label, tokens)), said.append)
@@ -52,11 +54,29 @@ def test_time_left_follows_the_speed_of_the_steps_that_are_done(clock):
     assert said == ["about 3 min to the end"]  # not twice or half of what was said before
 
 
+def test_one_slow_step_does_not_decide_what_is_said(clock):
+    left, said = TimeLeft([("a", 10.0), ("b", 85.0), ("c", 5.0)], 1.0), []
+    begin = left.following(lambda *_: None, said.append)
+    begin("a", 1)
+    clock[0] += 25  # 2.5 times as slow
+    begin("b", 1)
+    assert left.rate == (25 + 0.3 * 100) / (10 + 0.3 * 100)
+    assert said == []
+    clock[0] += 1000
+    begin("c", 1)
+    assert left.rate == (1025 + 30) / (95 + 30)
+    assert said == ["about 40 s to the end"]
+    begin("d", 1)
+    assert len(said) == 1  # no time is left
+
+
 def test_multiply_adds_of_a_search_and_of_named_blocks():
     model = tiny.model("llama")
     hidden = {b: hidden_count(model, b) for b in blocks(model)}
-    named = steps_of(model, hidden, **SHAPES, fits=(1.0,), surveyed=False, priced="")
+    named = steps_of(model, hidden, **SHAPES, fits=(1.0,), weighed="", priced="")
     assert [label for label, _ in named] == ["refitting", "measuring", "measuring"]
+    lower = steps_of(model, hidden, **SHAPES, fits=(1.0,), weighed="matrices", priced="")
+    assert [label for label, _ in lower] == ["weighing errors", *(label for label, _ in named)]
     searched = steps_of(model, hidden, **SHAPES, fits=(0.5, 1.0), sizes=2)
     assert [label for label, _ in searched] == [
         *("weighing errors", "fitting options", "pricing options"),

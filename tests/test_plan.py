@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny
+from howlinear import blocks
 from howlinear.compression import plan
 from howlinear.compression.plan import (
     Option,
@@ -181,3 +183,17 @@ def test_a_search_ends_with_the_last_plan_that_the_budget_allows(prices, real, w
         assert found.nats <= 0.05
         assert not search.unmet
     assert len(tried) <= 5
+
+
+def test_a_size_ends_with_the_option_that_suffices():
+    """Not with the next step of the path."""
+    model = tiny.model("llama")
+    block, *_ = at = blocks(model)
+    sizes = types.SimpleNamespace(total=100, added=0)
+    search = Search(types.SimpleNamespace(at=at), sizes, None)
+    search.options = [Option(0, 0, u, s, c) for u, s, c in [(12, 10, 1.0), (4, 40, 5.0)]]
+    search.path = descent(search.options)
+    assert search.shapes_saving(0.11) == {block: (0, 4)}
+    search.options.append(Option(0, 0, 7, 15, 2.9))  # above the hull
+    assert search.shapes_saving(0.11) == {block: (0, 7)}
+    assert search.shapes_saving(0.16) == {block: (0, 4)}

@@ -1,5 +1,6 @@
 """Maps refitted behind one another in one forward, beside doing it block by block."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,6 +14,7 @@ from howlinear.models import loading
 from howlinear.models.forward import run_rows
 from howlinear.models.hooks import as_module
 from howlinear.models.offload import is_offloaded
+from howlinear.models.units import taken
 from howlinear.probing.samples import gather
 
 WINDOWS = torch.randint(3, 49, (60, 16), generator=torch.Generator().manual_seed(0))
@@ -121,17 +123,18 @@ def test_units_are_kept_by_what_their_errors_cost():
     block = blocks(model)[0]
     rows = gather(model, [block], WINDOWS)[block.index]
     y = as_module(model, block)(rows.x).detach()
-    assert list(Refitter(model, [block], WINDOWS).metrics) == [block]  # the model's own
+    assert Refitter(model, [block], WINDOWS).metric(block) is not None  # the model's own
     weight = weights(model, block)[:, None].to(y)
     errors = {}
     for direction in (3, 5, None):
         fitter = Refitter(model, [block], WINDOWS)
-        metric = torch.zeros(block.d_out, block.d_out)
-        metric[direction, direction] = 1.0
-        fitter.metrics = {} if direction is None else {block: Metric.of(metric)}
+        fitter.products = {block: torch.zeros(block.d_out, block.d_out)}
+        if direction is not None:
+            fitter.products[block][direction, direction] = 1.0
         (fitted,) = fitter.survey({block: [(0, 16)]})[block]
         errors[direction] = (fitted(rows.x) - y).square().mean(0)
-        cost = fitter.metrics[block].scaled if fitter.metrics else lambda e: e
+        metric = fitter.metric(block)
+        cost = metric.scaled if metric else lambda e: e
         left = (weight * cost(fitted(rows.x) - y).square()).sum()
         spread = y - (weight * y).sum(0) / weight.sum()
         rest = float(left / (weight * cost(spread).square()).sum())
@@ -141,11 +144,47 @@ def test_units_are_kept_by_what_their_errors_cost():
         assert errors[direction][direction] < 0.8 * min(others)
 
 
+@pytest.mark.parametrize("units", [(), (3, 0, 7)])
+def test_a_matrix_of_low_rank_is_refitted_by_what_its_errors_cost(units):
+    """Against the lowest cost that numpy finds: rows without what is free, fitted, and all but 3 directions lost."""
+    model = tiny.model("llama")
+    block = blocks(model)[0]
+    products = torch.diag(torch.rand(block.d_out, generator=torch.Generator().manual_seed(0)) ** 4)
+    rows = gather(model, [block], WINDOWS)[block.index]
+    y = as_module(model, block)(rows.x).detach()
+    weight = weights(model, block)[:, None].sqrt().double()
+    metric = Metric.of(products)
+
+    def cost(e):
+        return float((weight * metric.scaled(e.double())).square().sum())
+
+    found = []
+    for mine in ({block: products}, {}):
+        fitter = Refitter(model, [block], WINDOWS)
+        fitter.products = mine
+        fitter.keep_units(block, units)
+        fitted = fitter.refit({block: (3, len(units))})[block]
+        found.append(cost(fitted(rows.x).detach() - y))
+    hidden = taken(model, block, units)(rows.x).detach().double() if units else rows.x[:, :0]
+    free = (weight * torch.cat([hidden, torch.ones(len(y), 1)], 1)).numpy()
+    x, target = (
+        t - free @ np.linalg.lstsq(free, t, rcond=None)[0]
+        for t in ((weight * rows.x).numpy(), (weight * metric.scaled(y.double())).numpy())
+    )
+    explained = x @ np.linalg.lstsq(x, target, rcond=None)[0]
+    lost = np.linalg.svd(explained, compute_uv=False)[3:]
+    lowest = ((target - explained) ** 2).sum() + (lost**2).sum()
+    assert found[0] == pytest.approx(lowest, rel=1e-4)
+    assert found[1] > 1.01 * lowest  # by squares
+
+
 @pytest.mark.parametrize("name", ["gemma2", "bert"])
 def test_without_gradients_errors_are_squares(name):
     """By the norm's output, or no next token."""
     model = tiny.model(name)
-    assert Refitter(model, blocks(model), WINDOWS).metrics == {}
+    fitter = Refitter(model, blocks(model), WINDOWS)
+    assert [fitter.metric(block) for block in fitter.at] == [None] * len(fitter.at)
+    assert fitter.products == {}
 
 
 @pytest.mark.parametrize("intercept", [True, False])

@@ -278,9 +278,7 @@ def _compressed(
     left = _time_left(source, others, tokens, amount, ranks.count)
     say(f"compressing takes {duration(left.seconds)}, by the speed of one matrix product")
     follow = partial(left.following, say=say)
-    texts["fit"], read = source.mixed_windows(
-        others, follow=follow
-    )  # the model may write for minutes
+    texts["fit"], read = source.mixed_windows(others, follow=follow)
     if steps := amount["settings"]["heal"]:
         amount["settings"]["heal_on"] = source.heal_windows(others, steps, healing.TOKENS)
     amount["settings"] = CompressSettings(protocol=cut, **amount["settings"])
@@ -332,6 +330,8 @@ def _time_left(
     fits: tuple[float, ...] = (1.0,)
     if searched and amount["budget"].parameters is None:
         fits = USUAL
+    surveyed = searched or any(planned.values()) or settings["units"] not in ("auto", 0)
+    lower = any(p.rank for p in amount["plan"] or ()) or settings["rank"] not in ("auto", "full", 0)
     steps = steps_of(
         net,
         {b: hidden_count(net, b) for b in at},
@@ -339,7 +339,7 @@ def _time_left(
         length=windows.shape[1],
         held_out=held_out,
         fits=fits,
-        surveyed=searched or any(planned.values()) or settings["units"] not in ("auto", 0),
+        weighed="units" if surveyed else "matrices" if lower else "",
         priced="" if not searched else "swaps" if is_offloaded(net) else "gradients",
         sizes=1 + len(settings["curve"] if searched else ()),
         ranks=ranks,

@@ -58,6 +58,7 @@ class RunSource:
     net: Any  # loaded by `load`
     tokenizer: Any
     generated: Any = None  # windows that the model has written
+    fitted: Any = None  # windows of `fit_windows`: the whole text is cut once
 
     def __init__(self, run: Path, model: str | None = None, text_file: str | None = None) -> None:
         self.folder = RunFolder(run)
@@ -174,12 +175,15 @@ class RunSource:
         from howlinear.models.forward import as_windows
         from howlinear.profiling.merging import fit_windows
 
+        if self.fitted is not None:
+            return self.fitted
         windows = as_windows(fit_windows(self.text.fit, self.tokenizer, self.settings))
         if windows.tokens != self.settings["tokens"]:
             raise ValueError(
                 f"{self.folder.folder} was fitted on {self.settings['tokens']} tokens and its text "
                 f"gives {windows.tokens}: profile again"
             )
+        self.fitted = windows
         return windows
 
     def heal_windows(self, others: Sequence[Any], steps: int, tokens: int) -> Any:

@@ -29,6 +29,8 @@ from howlinear.run.work import Advance, Progress
 
 KEPT = 0.75  # hidden units of a block that a map keeps, about
 PRICES = 3  # options of a block that are priced, at most
+SOON = 10.0  # seconds: a shorter rest is not stated again
+PRIOR = 0.3  # of all work: so much counts at the speed expected before. The first steps differ from the rest
 Labelled = list[tuple[str, float]]  # steps by label, with their multiply-adds
 
 
@@ -40,42 +42,54 @@ def steps_of(
     length: int,
     held_out: int,
     fits: Sequence[float],
-    surveyed: bool = True,
+    weighed: str = "units",
     priced: str = "gradients",
     sizes: int = 1,
     ranks: int = 1,
 ) -> Labelled:
     """The steps of compressing blocks with so many hidden units, by the labels that `compress_model` reports.
 
-    Hidden units are ordered (`surveyed`) unless they are known: by gradients, for weights in memory. Options
-    are `priced` by "gradients", by "swaps", or not (""). `fits` are the shares of the tokens that each refit of the
-    search reads; as many more `sizes` as are reported on are fitted after it. `ranks` processes divide all but
-    the elimination and the prices.
+    Errors are `weighed` for hidden "units", which are then ordered, or for the matrices of low rank ("matrices"),
+    or not (""), and never with weights on disk. Options are `priced` by "gradients", by "swaps", or not ("").
+    `fits` are the shares of the tokens that each refit of the search reads; as many more `sizes` as are reported on
+    are fitted after it. `ranks` processes divide all but the elimination and the prices.
     """
     forward = forward_work(model, 1, length)
     predicted = prediction_work(model, length)
-    columns = {b: b.d_in + m for b, m in hidden.items()}
     steps: Labelled = []
-    if surveyed and not is_offloaded(model):
-        sensed = min(SENSED, tokens // length)
-        rows = sensed * min(LENGTH, length)
+    if weighed and not is_offloaded(model):
+        rows = min(SENSED, tokens // length) * min(LENGTH, length)
         steps.append(("weighing errors", 2 * rows * predicted / ranks))
-    if surveyed:
-        products = sum(c * (c // 2 + b.d_out) for b, c in columns.items())
-        eliminated = sum(6 * c**3 for c in columns.values())  # in float64, half as fast
-        steps.append(("fitting options", tokens * (forward + products) / ranks + eliminated))
+    if weighed == "units":
+        read = tokens * (forward + _products(hidden)) / ranks
+        steps.append(("fitting options", read + _elimination(hidden)))
     if priced == "gradients":
         steps.append(("pricing options", 2 * PRICED * LENGTH * predicted))
     elif priced:
         swaps = PRICES * len(hidden)
         steps.append(("measuring options", swaps * OPTION_TOKENS * predicted / ranks))
-    kept = {b: KEPT * m or b.d_in for b, m in hidden.items()}
-    outputs = sum(k * (k / 2 + 2 * b.d_out) for b, k in kept.items())  # y and its correction
-    refit = ("refitting", tokens * (2 * forward + outputs) / ranks)
+    refit = ("refitting", tokens * (2 * forward + _kept_products(hidden)) / ranks)
     measured = ("measuring", 2 * held_out * predicted / ranks)
     for share in fits:
         steps += [(refit[0], share * refit[1]), measured]
     return steps + (sizes - 1) * [refit] + sizes * [measured]
+
+
+def _products(hidden: Mapping[Block, int]) -> int:
+    """Of [x, units] with one another and with y, per token."""
+    columns = {b: b.d_in + m for b, m in hidden.items()}
+    return sum(c * (c // 2 + b.d_out) for b, c in columns.items())
+
+
+def _kept_products(hidden: Mapping[Block, int]) -> float:
+    """Of the units that maps keep with one another, with y and with its correction, per token."""
+    kept = {b: KEPT * m or b.d_in for b, m in hidden.items()}
+    return sum(k * (k / 2 + 2 * b.d_out) for b, k in kept.items())
+
+
+def _elimination(hidden: Mapping[Block, int]) -> int:
+    """In float64, half as fast: counted twice."""
+    return sum(6 * (b.d_in + m) ** 3 for b, m in hidden.items())
 
 
 def prediction_work(model: nn.Module, length: int) -> int:
@@ -87,11 +101,12 @@ def prediction_work(model: nn.Module, length: int) -> int:
 
 
 class TimeLeft:
-    """How long the steps to come take, at the speed of those that are done."""
+    """How long the steps to come take: at the speed expected before, more and more at that of the steps done."""
 
     def __init__(self, steps: Labelled, seconds_each: float) -> None:
         """`seconds_each`: of a multiply-add, before any step is done."""
         self.to_come, self.rate = list(steps), seconds_each
+        self.prior = PRIOR * sum(work for _, work in steps), seconds_each
         self.done = self.taken = 0.0  # multiply-adds and seconds of the steps that are done
         self.present: tuple[str, float] | None = None  # None: a step that was not expected
         self.began = time.perf_counter()
@@ -111,7 +126,8 @@ class TimeLeft:
             return
         if self.present:
             self.done, self.taken = self.done + self.present[1], self.taken + now - self.began
-            self.rate = self.taken / self.done if self.done else self.rate
+            work, rate = self.prior
+            self.rate = (self.taken + rate * work) / (self.done + work)
         self.present, self.began = None, now
         if name in labels:
             self.present = self.to_come[labels.index(name)]
@@ -122,7 +138,11 @@ class TimeLeft:
 
         def begin(label: str, tokens: int) -> Advance:
             self.begin(label)
-            if self.present and not self.said / 2 < self.seconds < 2 * self.said:
+            if (
+                self.present
+                and self.seconds > SOON
+                and not self.said / 2 < self.seconds < 2 * self.said
+            ):
                 self.said = self.seconds
                 say(f"{duration(self.seconds)} to the end")
             return progress(label, tokens)

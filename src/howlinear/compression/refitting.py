@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +58,12 @@ Shape = tuple[int | None, int]  # rank of the matrix (None: full, 0: none), hidd
 
 
 def memory(at: Sequence[Block], hidden: Mapping[Block, int], batch_tokens: int) -> int:
-    """Approximate bytes of the widest block's moments and their factors, and of a batch's rows."""
+    """Approximate bytes of the widest block's moments and their factors, of a batch's rows, and of all
+    blocks' products of gradients."""
     columns = max(b.d_in + hidden[b] for b in at)
     d_out = max(b.d_out for b in at)
-    return 6 * columns * (columns + d_out) * 8 + 4 * batch_tokens * (2 * columns + 4 * d_out)
+    rows = 4 * batch_tokens * (2 * columns + 4 * d_out)
+    return 6 * columns * (columns + d_out) * 8 + rows + 2 * len(at) * d_out**2 * 4
 
 
 class Refitter:
@@ -89,6 +90,8 @@ class Refitter:
         self.ladders: dict[Block, tuple[Elimination, Elimination]] = {}
         self.rests: dict[Block, dict[Shape, float]] = {}  # share left unexplained, on fit rows
         self.corrections: dict[Block, float | None] = {}  # a, of the last refit
+        # (d_out, d_out) sum of g g', g the gradients by each block's output; {} without gradients
+        self.products: dict[Block, Tensor] | None = None
 
     def survey(
         self,
@@ -101,11 +104,12 @@ class Refitter:
         Without a matrix and with one of full rank, `rests` covers every number of hidden units that the
         elimination passes; at reduced rank those in `ranks` (hidden units -> ranks).
         """
-        metrics = self.metrics
+        self._read_gradients()
         walk = Walk(self.model, list(shapes), self.windows, self.work, label)
         maps: dict[Block, list[Map]] = {}
         for block, wanted in shapes.items():
-            moments = self._all_rows(walk, block)
+            metric = self.metric(block)
+            moments = self._all_rows(walk, block, metric)
             d, rests = 0 if self.units_only else block.d_in, self.rests[block]
             for k, lower in ((ranks or {}).get(block) or {}).items():
                 beyond = unexplained_by_rank(moments, d, self.units_of(block, (None, k)))
@@ -116,28 +120,35 @@ class Refitter:
                 hidden = taken(self.model, block, units) if units else None
                 fitted = joint_map(moments, d, units, shape[0], hidden, intercept=self.intercept)
                 fitted = _of_inputs(fitted, block) if self.units_only else fitted
-                fitted = metrics[block].restored(fitted) if block in metrics else fitted
+                fitted = metric.restored(fitted) if metric else fitted
                 maps[block].append(fitted.to(self.like))
         return maps
 
-    @cached_property
-    def metrics(self) -> dict[Block, Metric]:
-        """What errors of each block's output cost, by direction; {} without gradients."""
+    def metric(self, block: Block) -> Metric | None:
+        """What errors of the block's output cost, by direction; None without gradients."""
+        self._read_gradients()
+        products = (self.products or {}).get(block)
+        return None if products is None else Metric.of(products)
+
+    def _read_gradients(self) -> None:
+        """Fill `products`, once. Before a walk begins: it is a step of its own."""
+        if self.products is not None:
+            return
+        self.products = {}
         at = [b for b in self.at if not b.out_norm]  # with one, gradients are by the norm's output
         if not at or why_no_gradients(self.model, as_windows(self.windows), Course()):
-            return {}
+            return
         windows = self.windows[:, :LENGTH]
         count = min(SENSED, len(windows))
         parts = windows[torch.arange(count) * len(windows) // count].split(AT_ONCE)
         mine = [part for i, part in enumerate(parts) if self.work.ranks.mine(i)]
         advance = self.work.begin("weighing errors", sum(part.numel() for part in mine))
-        sums = {block: torch.zeros(block.d_out, block.d_out, dtype=torch.float64) for block in at}
+        sums = {block: torch.zeros(block.d_out, block.d_out) for block in at}
         for part in mine:
             for block, products in gradient_products(self.model, at, part).items():
-                sums[block] += products
+                sums[block] += products.cpu()
             advance(part.numel())
-        found = {block: Metric.of(self.work.ranks.sum(total)) for block, total in sums.items()}
-        return {block: metric for block, metric in found.items() if metric is not None}
+        self.products = {block: self.work.ranks.sum(total) for block, total in sums.items()}
 
     def some_windows(self, tokens: int) -> Tensor:
         """Windows evenly spaced over all, with at least so many tokens if there are."""
@@ -146,7 +157,7 @@ class Refitter:
             return self.windows
         return self.windows[torch.arange(count) * every // count]
 
-    def _all_rows(self, walk: Walk, block: Block) -> Moments:
+    def _all_rows(self, walk: Walk, block: Block, metric: Metric | None) -> Moments:
         """Moments of [x, all hidden units] and y; keeps the orders of the units."""
         units = hidden_count(self.model, block)
         d = 0 if self.units_only else block.d_in
@@ -157,7 +168,6 @@ class Refitter:
             y = metric.scaled(rows.y) if metric else rows.y
             sums.update(joint, y, rows.inverse_stream)
 
-        metric = self.metrics.get(block)
         walk.read(block, receive, every=units > 0)
         moments = self.work.ranks.added(sums.total()[0])
         if not units:
@@ -187,6 +197,8 @@ class Refitter:
         at = sorted(shapes, key=lambda b: b.index)
         if missing := {b: () for b in at if shapes[b][1] and b not in self.ladders}:
             self.survey(missing)
+        if any(rank for rank, _ in shapes.values()):
+            self._read_gradients()
         windows = self.windows if windows is None else windows
         changed, original = Walk(self.model, at, windows, self.work, "refitting", forks=True), None
         maps: dict[Block, Map] = {}
@@ -219,7 +231,7 @@ class _Fit:
         self.alone = self.rank == 0 and len(self.units) > 0  # hidden units without x
         self.corrects = False  # is the original's residual stream known, to come back to?
         self.share: float | None = None  # of the correction
-        self.metric = fitter.metrics.get(block) if self.rank else None
+        self.metric = fitter.metric(block) if self.rank else None  # a matrix of low rank
         self.map: Map
 
     def read_original(self, walk: Walk) -> None:

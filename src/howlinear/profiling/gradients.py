@@ -106,13 +106,14 @@ def gradient_products(model: nn.Module, at: Sequence[Block], ids: Tensor) -> dic
 
     {} where predictions are not finite.
     """
-    sums = {b: torch.zeros(b.d_out, b.d_out, dtype=torch.float64) for b in at}
+    sums: dict[Block, Tensor] = {}
     for _, _, gradients in _parts(model, at, ids):
         if not gradients:
             return {}
-        for block, total in sums.items():
-            g = gradients[block.index][:, :-1].flatten(0, 1).cpu().double()
-            total += g.t() @ g
+        for block in at:
+            g = gradients[block.index][:, :-1].flatten(0, 1).float()
+            total = sums.get(block)
+            sums[block] = g.t() @ g if total is None else total.addmm_(g.t(), g)
     return sums
 
 
