@@ -73,9 +73,9 @@ def test_one_slow_step_does_not_decide_what_is_said(clock):
 def test_multiply_adds_of_a_search_and_of_named_blocks():
     model = tiny.model("llama")
     hidden = {b: hidden_count(model, b) for b in blocks(model)}
-    named = steps_of(model, hidden, **SHAPES, fits=(1.0,), weighed="", priced="")
-    assert [label for label, _ in named] == ["refitting", "measuring", "measuring"]
-    lower = steps_of(model, hidden, **SHAPES, fits=(1.0,), weighed="matrices", priced="")
+    named = steps_of(model, hidden, **SHAPES, fits=(), weighed="", priced="")
+    assert [label for label, _ in named] == ["refitting", "measuring"]
+    lower = steps_of(model, hidden, **SHAPES, fits=(), weighed="matrices", priced="")
     assert [label for label, _ in lower] == ["weighing errors", *(label for label, _ in named)]
     searched = steps_of(model, hidden, **SHAPES, fits=(0.5, 1.0), sizes=2)
     assert [label for label, _ in searched] == [
@@ -100,5 +100,5 @@ def test_multiply_adds_of_a_search_and_of_named_blocks():
     assert dict(searched)["fitting options"] == rows * forward + len(hidden) * each
     swaps = dict(steps_of(model, hidden, **SHAPES, fits=(), priced="swaps"))
     assert swaps["measuring options"] == 3 * len(hidden) * OPTION_TOKENS * (forward + head)
-    halved = dict(steps_of(model, hidden, **SHAPES, fits=(1.0,), ranks=2))
+    halved = dict(steps_of(model, hidden, **SHAPES, fits=(), ranks=2))
     assert halved["refitting"] == refits[1] / 2

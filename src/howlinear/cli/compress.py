@@ -327,9 +327,7 @@ def _time_left(
     planned = {p.index: p.units for p in amount["plan"] or ()}
     searched = not planned and amount["at"] is None
     at = [b for b in source.blocks(amount["at"]) if not planned or b.index in planned]
-    fits: tuple[float, ...] = (1.0,)
-    if searched and amount["budget"].parameters is None:
-        fits = USUAL
+    fits = USUAL if searched and amount["budget"].parameters is None else ()
     surveyed = searched or any(planned.values()) or settings["units"] not in ("auto", 0)
     lower = any(p.rank for p in amount["plan"] or ()) or settings["rank"] not in ("auto", "full", 0)
     steps = steps_of(

@@ -273,7 +273,7 @@ def _choose(
             shapes = shapes_of_named(fitter, sizes, maps, named or (), *wanted)
         if sizes.even:
             sizes.check_even(shapes)
-        return search.trial(shapes)
+        return search.fitted(shapes)
     search.price(*wanted)
     return search.within(budget)
 
@@ -326,7 +326,7 @@ def _notes(search: Search, best: Trial) -> list[str]:
     if search.sizes.even:
         return ["fitted without intercepts: the last projections of this family have no biases"]
     # the same shapes fitted with biases, for comparison
-    other = search.trial(best.shapes, intercept=True)
+    best, other = search.measured(best), search.trial(best.shapes, intercept=True)
     assert best.change is not None
     assert other.change is not None
     gain, se = best.change.gain_over(other.change)

@@ -51,7 +51,7 @@ def steps_of(
 
     Errors are `weighed` for hidden "units", which are then ordered, or for the matrices of low rank ("matrices"),
     or not (""), and never with weights on disk. Options are `priced` by "gradients", by "swaps", or not ("").
-    `fits` are the shares of the tokens that each refit of the search reads; as many more `sizes` as are reported on
+    `fits` are the shares of the tokens that each refit of a search reads; other `sizes` that are reported on
     are fitted after it. `ranks` processes divide all but the elimination and the prices.
     """
     forward = forward_work(model, 1, length)
@@ -72,7 +72,7 @@ def steps_of(
     measured = ("measuring", 2 * held_out * predicted / ranks)
     for share in fits:
         steps += [(refit[0], share * refit[1]), measured]
-    return steps + (sizes - 1) * [refit] + sizes * [measured]
+    return steps + (sizes - bool(fits)) * [refit] + sizes * [measured]
 
 
 def _products(hidden: Mapping[Block, int]) -> int:

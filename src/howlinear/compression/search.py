@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from howlinear.compression.plan import (
@@ -26,17 +26,17 @@ TOGETHER = 0.5  # maps that are fitted together cost about so much of the sum of
 HALF = 0.8  # what maps fitted on all windows cost, of what those fitted on half of them cost
 ROUNDS = 4  # fits of all windows in search of the budget
 USUAL = (0.5, 1.0, 1.0)  # shares of the windows that the fits of a usual search read
-AIM, CLOSE = 0.95, 0.8  # of the budget: what the search aims at, and where it ends
+AIM, CLOSE = 0.9, 0.8  # of the budget: what the search aims at, and where it ends
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Maps fitted together, and what they cost on the text for choosing."""
+    """Maps fitted together, and what they cost on the text for choosing where a search needs it."""
 
     shapes: dict[Block, Shape]
     maps: dict[Block, Map]
     corrections: dict[Block, float | None]  # see `refitting`
-    change: Comparison | None
+    change: Comparison | None = None
 
     @property
     def nats(self) -> float:
@@ -53,13 +53,21 @@ class Search:
         self.options: list[Option] = []
         self.path: list[Step] = []
 
+    def fitted(self, shapes: dict[Block, Shape], **options: Any) -> Trial:
+        """Fit these shapes."""
+        maps = self.fitter.refit(shapes, **options)
+        return Trial(shapes, maps, {b: self.fitter.corrections[b] for b in maps})
+
+    def measured(self, trial: Trial) -> Trial:
+        """With its cost on the text for choosing."""
+        if self.losses.reason:
+            return trial
+        (change,) = self.losses.together([trial.maps], self.losses.choose)
+        return replace(trial, change=change)
+
     def trial(self, shapes: dict[Block, Shape], **options: Any) -> Trial:
         """Fit these shapes and measure them."""
-        maps = self.fitter.refit(shapes, **options)
-        change = None
-        if not self.losses.reason:
-            (change,) = self.losses.together([maps], self.losses.choose)
-        return Trial(shapes, maps, {b: self.fitter.corrections[b] for b in maps}, change)
+        return self.measured(self.fitted(shapes, **options))
 
     def price(self, rank: int | str, units: int | str) -> None:
         """What each option of each block costs, and the path from the cheapest on."""
@@ -93,7 +101,7 @@ class Search:
                 f"{budget.parameters:.1%} of the feed-forward parameters cannot go: this plan, the "
                 f"smallest, removes {share:.1%}"
             )
-        return self.trial(self.shapes_saving(budget.parameters))
+        return self.fitted(self.shapes_saving(budget.parameters))
 
     def _within_nats(self, nats: float) -> Trial:
         """Costs of blocks do not add up: fit on half of the windows, measure, correct, fit on all."""
