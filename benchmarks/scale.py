@@ -296,7 +296,7 @@ def paper() -> None:
         room = {
             "profile": 5 * 12 * d * d,  # of one layer's moments: --layerwise
             "swap": weights,
-            "compress": weights + 6 * columns * (columns + d) * 8 + 2 * layers * d * d * 4,
+            "compress": weights + 6 * columns * (columns + d) * 8 + layers * d * d * 12,
         }
         for command, count in work.items():
             hours = count / SPEED / 3600

@@ -163,9 +163,11 @@ def test_commands_read_the_rows_of_the_shards_that_were_merged(here, little, tex
     other.read_text_of(subject, 64)
     assert torch.equal(other.load(Loader())[1].ids, ids)
     assert torch.equal(source.short_windows(32, 640), ids[:20, :32])
-    source.settings["tokens"] += 64
+    late = RunSource(run)
+    late.load(Loader())
+    late.settings["tokens"] += 64
     with pytest.raises(ValueError, match="was fitted on 5696 tokens and its text gives 5632"):
-        source.fit_windows()
+        late.fit_windows()
 
 
 def test_what_memory_cannot_hold_is_refused_before_the_work(complaint, little, text, monkeypatch):

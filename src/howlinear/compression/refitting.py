@@ -63,7 +63,7 @@ def memory(at: Sequence[Block], hidden: Mapping[Block, int], batch_tokens: int) 
     columns = max(b.d_in + hidden[b] for b in at)
     d_out = max(b.d_out for b in at)
     rows = 4 * batch_tokens * (2 * columns + 4 * d_out)
-    return 6 * columns * (columns + d_out) * 8 + rows + 2 * len(at) * d_out**2 * 4
+    return 6 * columns * (columns + d_out) * 8 + rows + len(at) * d_out**2 * (8 + 4)
 
 
 class Refitter:
@@ -143,7 +143,7 @@ class Refitter:
         parts = windows[torch.arange(count) * len(windows) // count].split(AT_ONCE)
         mine = [part for i, part in enumerate(parts) if self.work.ranks.mine(i)]
         advance = self.work.begin("weighing errors", sum(part.numel() for part in mine))
-        sums = {block: torch.zeros(block.d_out, block.d_out) for block in at}
+        sums = {b: torch.zeros(b.d_out, b.d_out, dtype=torch.float64) for b in at}
         for part in mine:
             for block, products in gradient_products(self.model, at, part).items():
                 sums[block] += products.cpu()
